@@ -128,13 +128,7 @@ def _start(folder: Path, log: TextIO) -> "subprocess.Popen[str]":
     words = ["pcomm", "train", "--resilient", "--config", config, "--ranks", str(RANKS)]
     # What is removed is an earlier run; its tokens stay.
     command = ["nice", "-n", str(NICE), *_here([*words, "--out", str(folder), "--restart"])]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=log,
-        text=True,
-    )
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log, text=True)
 
 
 def _here(command: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("api")
 
 
-def test_a_change_is_told_by_its_name(api: ModuleType) -> None:
+def test_a_change_is_told_by_its_name(api):
     before = ["a.run(x: int) -> int", "a.Box(size: int)", "a.Box.size: int", "a.LIMIT: int"]
     now = ["a.run(x: float) -> int", "a.Box(size: int)", "a.Box.size: int", "a.Box.close() -> None"]
     assert api.changes(before, before) == []
@@ -32,7 +32,7 @@ def test_a_change_is_told_by_its_name(api: ModuleType) -> None:
     ]
 
 
-def test_the_list_has_every_name_of_a_face() -> None:
+def test_the_list_has_every_name_of_a_face():
     listed = {
         line.partition("(")[0].partition(":")[0]
         for line in (ROOT / "tools" / "api.txt").read_text().splitlines()

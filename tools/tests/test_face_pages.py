@@ -11,7 +11,7 @@ from repository import ROOT
 
 
 @pytest.mark.parametrize("module", faces())
-def test_each_name_of_a_face_is_described_once(module: str) -> None:
+def test_each_name_of_a_face_is_described_once(module):
     text = (DOCS / f"reference/{module.split('.')[1]}.md").read_text()
     section = text.split(f"\n## {module}\n")[1].split("\n## ")[0]
     for name, home in homes(faces()[module]).items():
@@ -22,6 +22,6 @@ def test_each_name_of_a_face_is_described_once(module: str) -> None:
     assert ("pcomm.core" in module) == (f"\n::: {ERRORS}\n" in text)
 
 
-def test_the_pages_are_in_the_navigation() -> None:
+def test_the_pages_are_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [page for page in face_pages() if f"- {page}\n" not in navigation] == []

@@ -4,7 +4,6 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ def pcomm_imports(source: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("module", faces())
-def test_a_face_shows_what_type_checkers_see(module: str) -> None:
+def test_a_face_shows_what_type_checkers_see(module):
     found = importlib.import_module(module)
     typed = homes(faces()[module])
     assert typed
@@ -36,20 +35,20 @@ def test_a_face_shows_what_type_checkers_see(module: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
-def test_a_package_shows_5_to_15_names(package: Path) -> None:
+def test_a_package_shows_5_to_15_names(package):
     module = module_name(package)
     assert module in faces()
     assert 5 <= len(importlib.import_module(module).__all__) <= 15
 
 
 @pytest.mark.parametrize("module", faces())
-def test_a_name_is_not_that_of_a_module_which_would_hide_it(module: str) -> None:
+def test_a_name_is_not_that_of_a_module_which_would_hide_it(module):
     beside = {p.stem if p.suffix == ".py" else p.name for p in faces()[module].parent.iterdir()}
     assert not beside & set(importlib.import_module(module).__all__)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_documents_import_from_faces_alone(page: Path) -> None:
+def test_documents_import_from_faces_alone(page):
     shown = {*faces(), ERRORS}
     for block in code_blocks(page.read_text()):
         if block.language != "python":
@@ -59,7 +58,7 @@ def test_documents_import_from_faces_alone(page: Path) -> None:
     assert not re.search(r"from pcomm\.\w+\.\w+\.\w+ import", page.read_text())
 
 
-def test_integration_imports_packages_by_their_faces() -> None:
+def test_integration_imports_packages_by_their_faces():
     # What makes a face is no part of one, nor are all words about what is not installed.
     own = {"pcomm.core.face", "pcomm.core.cli"}
     shown = {*faces(), ERRORS, *own}

@@ -52,9 +52,7 @@ def lines_of(out: Path) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-def test_no_command_stops_the_next_one_and_limits_end_those_that_hang(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_stops_the_next_one_and_limits_end_those_that_hang(tmp_path, capsys):
     assert main(["--out", str(tmp_path), "--installed"], BAD) == 0
     lines = lines_of(tmp_path)
     states = {name: line["status"] for name, line in lines.items()}
@@ -82,9 +80,7 @@ def test_no_command_stops_the_next_one_and_limits_end_those_that_hang(
         assert stage.question in text
 
 
-def test_a_summary_is_cut_where_much_was_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_summary_is_cut_where_much_was_said(tmp_path, monkeypatch):
     monkeypatch.setattr(first_gpu_hour._Hour, "has_gpu", lambda hour: False)
     many = Stage(0, "much", tuple(command(f"noise {number}", NOISE) for number in range(3)))
     assert main(["--out", str(tmp_path), "--installed"], (many,)) == 0
@@ -100,9 +96,7 @@ def test_a_summary_is_cut_where_much_was_said(
     assert all(f"one {number}: ok" in text for number in range(20))
 
 
-def test_a_later_call_goes_on_and_its_lines_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_call_goes_on_and_its_lines_count(tmp_path, monkeypatch):
     monkeypatch.setattr(first_gpu_hour._Hour, "has_gpu", lambda hour: False)
 
     def stages(code: str) -> tuple[Stage, ...]:
@@ -121,18 +115,14 @@ def test_a_later_call_goes_on_and_its_lines_count(
     assert numbers() == [4, 5, 8, 5]
     assert {
         name: line.get("last") for name, line in lines_of(tmp_path).items() if "of" in name
-    } == {
-        "of 4": ["first"],
-        "of 5": ["second"],
-        "of 8": ["second"],
-    }
+    } == {"of 4": ["first"], "of 5": ["second"], "of 8": ["second"]}
     # No time left in a group: said for each of its commands.
     main([*options, "--group", "A", "--within", "0"], stages(""))
     assert lines_of(tmp_path)["of 0"]["status"] == "no time was left in this group"
 
 
 @pytest.mark.parametrize("options", [["--installed"], pytest.param([], marks=pytest.mark.soak)])
-def test_without_a_gpu_it_says_what_it_would_run(options: list[str], tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_what_it_would_run(options, tmp_path):
     """Without options it makes wheels of its own, as where it is carried to a machine."""
     assert main(["--out", str(tmp_path), *options]) == 0
     lines = lines_of(tmp_path)
@@ -151,7 +141,7 @@ def test_without_a_gpu_it_says_what_it_would_run(options: list[str], tmp_path: P
     assert len((tmp_path / "summary.txt").read_text()) < 12_000
 
 
-def test_the_sizes_that_it_trains_are_those_of_a_configuration() -> None:
+def test_the_sizes_that_it_trains_are_those_of_a_configuration():
     from pcomm.integration.config.toml import load_config
 
     (words,) = [one.words for stage in STAGES for one in stage.commands if one.name == "train GPT"]
@@ -164,14 +154,14 @@ def test_the_sizes_that_it_trains_are_those_of_a_configuration() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measured there, and not with tiny shapes")
 @pytest.mark.parametrize("name", ["layers", "decode", "prefill", "soak"])
-def test_measurements_are_carried_out_with_tiny_shapes(name: str) -> None:
+def test_measurements_are_carried_out_with_tiny_shapes(name):
     rows = list(gpu_measurements.MEASUREMENTS[name](True))
     assert len({row["case"] for row in rows}) == len(rows) >= 1
     assert not [row for row in rows if "error" in row]
     assert [row for row in rows if row.get("ms", row.get("both ms", row.get("rounds", 0))) > 0]
 
 
-def test_the_copy_that_is_measured_has_as_many_loads_in_flight_as_it_says() -> None:
+def test_the_copy_that_is_measured_has_as_many_loads_in_flight_as_it_says():
     pytest.importorskip("triton", reason="triton has wheels for Linux only")
     from gpu_copy_kernel import copy_kernel
     from nvls_support.compiled import compile_kernel

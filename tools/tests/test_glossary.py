@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "glossary.md").read_text()
 LINES = re.findall(r"^\| (.+?) \| (.+) \| `(.+)` \|$", PAGE, re.MULTILINE)
 
 
-def test_it_has_at_most_40_words_each_once() -> None:
+def test_it_has_at_most_40_words_each_once():
     words = [word for entry, _, _ in LINES for word in entry.split(", ")]
     assert len(LINES) >= 20
     assert len(words) <= MOST_WORDS
@@ -22,6 +22,6 @@ def test_it_has_at_most_40_words_each_once() -> None:
 
 
 @pytest.mark.parametrize(("word", "meaning", "carrier"), LINES, ids=[line[0] for line in LINES])
-def test_what_carries_a_word_is_there(word: str, meaning: str, carrier: str) -> None:
+def test_what_carries_a_word_is_there(word, meaning, carrier):
     assert meaning.endswith(".")
     assert resolve_name(carrier) is not None, word

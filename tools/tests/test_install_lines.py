@@ -34,7 +34,7 @@ def test_the_pages_with_install_lines_are_found():
 
 
 @pytest.mark.parametrize("session", ["train", "tests"])
-def test_readme_has_the_two_commands_and_ci_takes_the_second_from_there(session: str) -> None:
+def test_readme_has_the_two_commands_and_ci_takes_the_second_from_there(session):
     """A README without the line once ended CI after a second, before any test."""
     command = f"python3 -m pip install nox && python3 -m nox -s {session}"
     assert (ROOT / "README.md").read_text().splitlines().count(command) == 1

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from pcomm.core.testing.programs import Programs
 from repository import ROOT
 
 FILES = (
@@ -30,7 +29,7 @@ OWN = max((name for name in SETS if SETS[name][2]), key=list(SETS).index, defaul
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_tests_of_bits_hold_with_fewer_instructions(name: str, programs: Programs) -> None:
+def test_tests_of_bits_hold_with_fewer_instructions(name, programs):
     """In a process of its own each, since both libraries choose their kernels once."""
     onednn, aten, is_there = SETS[name]
     if not is_there:

@@ -65,9 +65,7 @@ def execute(text: str) -> None:
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_a_quick_start_trains_writes_serves_and_is_answered(
-    title: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quick_start_trains_writes_serves_and_is_answered(title, folder, capsys):
     train, generate, serve = (
         words for block in blocks(SECTIONS[title], "bash") for words in commands(block.text)
     )
@@ -110,9 +108,7 @@ def test_a_quick_start_trains_writes_serves_and_is_answered(
     assert capsys.readouterr().out.strip()
 
 
-def test_readmes_continue_prompts_with_the_run_that_they_have_made_before(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readmes_continue_prompts_with_the_run_that_they_have_made_before(folder, capsys):
     smaller = [*SMALLER, f"data.path=['{folder}/text/*.txt']"]
     command = ["train", "--config", "integration/configs/quickstart.toml", "--out"]
     run = "runs/quickstart"
@@ -126,7 +122,7 @@ def test_readmes_continue_prompts_with_the_run_that_they_have_made_before(
         assert capsys.readouterr().out.strip(), name
 
 
-def test_there_is_a_quick_start_for_each_kind_of_model() -> None:
+def test_there_is_a_quick_start_for_each_kind_of_model():
     shown = re.findall(r"^pcomm train --config integration/configs/(\w+)\.toml", PAGE, re.MULTILINE)
     assert shown == ["quickstart", "mamba", "hybrid"]
     assert len(SECTIONS) == len(shown)

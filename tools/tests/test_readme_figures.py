@@ -15,7 +15,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(("page", "name", "table"), TABLES, ids=lambda part: part[:40].strip())
-def test_figures_are_those_of_the_rows(page: str, name: str, table: str) -> None:
+def test_figures_are_those_of_the_rows(page, name, table):
     """Read apart from what writes them: every number is a row, every dash is none."""
     rows = rows_of(name)
     (unit, *places), _, *lines = (cells(line) for line in table.strip().splitlines())
@@ -33,19 +33,19 @@ def test_figures_are_those_of_the_rows(page: str, name: str, table: str) -> None
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if tables_in(p.read_text())], ids=str)
-def test_pages_are_as_the_tool_writes_them(page: object) -> None:
+def test_pages_are_as_the_tool_writes_them(page):
     text = page.read_text()  # type: ignore[attr-defined]
     assert filled(text) == text, "run `python tools/reference_pages.py`"
 
 
-def test_pages_with_rows_are_found() -> None:
+def test_pages_with_rows_are_found():
     assert {name for _, name, _ in TABLES} >= {"core", "fsdp"}
     # A mark that is spelt otherwise would leave its table unread.
     marks = sum(page.read_text().count("<!-- rows of") for page in PAGES)
     assert marks == len(TABLES)
 
 
-def test_a_table_is_filled_from_the_rows() -> None:
+def test_a_table_is_filled_from_the_rows():
     rows = {("ours @ 2 ranks", "ms"): "391.27", ("ours @ 4 ranks", "ms"): "1614.5"}
     table = "| ms | 2 ranks | 4 ranks | 8 ranks |\n|---|---|---|---|\n| `ours` | 1 | 2 | 3 |\n"
     assert fill_table(table, rows, 0).splitlines()[2] == "| `ours` | 391 | 1614 | - |"

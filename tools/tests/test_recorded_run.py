@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -71,7 +70,7 @@ def lines() -> list[Line]:
     return [*lines_of(UNDISTURBED, ALONE), *lines_of(KILLED, METRICS, EVENTS)]
 
 
-def test_lines_have_seconds_since_the_first_step_and_events_between(lines: list[Line]) -> None:
+def test_lines_have_seconds_since_the_first_step_and_events_between(lines):
     killed = [line for line in lines if line.run == KILLED]
     assert [(line.seconds, line.step, line.event) for line in killed] == [
         (0.5, 1, ""),
@@ -90,12 +89,12 @@ def test_lines_have_seconds_since_the_first_step_and_events_between(lines: list[
     assert [line.degrees for line in shapes(lines)] == ["2/2", "1/2", "2/2"]
 
 
-def test_a_recording_is_read_as_it_was_written(lines: list[Line], tmp_path: Path) -> None:
+def test_a_recording_is_read_as_it_was_written(lines, tmp_path):
     save(tmp_path / "run.csv", lines, {"cores": "2", "command": "python x"})
     assert load(tmp_path / "run.csv") == (lines, {"cores": "2", "command": "python x"})
 
 
-def test_losses_are_compared_step_by_step(lines: list[Line]) -> None:
+def test_losses_are_compared_step_by_step(lines):
     assert furthest_apart(lines) == (0.0, 1)
     other = [replace(one, loss=0.5) if one == steps_of(lines, KILLED)[3] else one for one in lines]
     assert furthest_apart(other) == (4.0, 4)
@@ -103,7 +102,7 @@ def test_losses_are_compared_step_by_step(lines: list[Line]) -> None:
         furthest_apart([line for line in lines if line != steps_of(lines, KILLED)[1]])
 
 
-def test_the_summary_tells_events_and_shapes_in_the_order_of_time(lines: list[Line]) -> None:
+def test_the_summary_tells_events_and_shapes_in_the_order_of_time(lines):
     text = summary(lines, {"cores": "2", "date": "2026-11-22", "command": "python x"})
     assert text.splitlines()[2:7] == [
         "| 0.5 | 1 | 4 ranks train, degrees 2/2 | 200 |",
@@ -115,7 +114,7 @@ def test_the_summary_tells_events_and_shapes_in_the_order_of_time(lines: list[Li
     assert text.endswith("\nRecorded on 2026-11-22: cores 2.\n")
 
 
-def test_the_picture_marks_events_and_growth(lines: list[Line], tmp_path: Path) -> None:
+def test_the_picture_marks_events_and_growth(lines, tmp_path):
     found = [(1.25, "rank 1 killed"), (3.25, "rank 1 started again"), (4.0, "4 ranks again")]
     assert marks(lines) == found
     assert curve(lines, KILLED, "seconds", "tokens_per_s") == (
@@ -126,7 +125,7 @@ def test_the_picture_marks_events_and_growth(lines: list[Line], tmp_path: Path) 
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_processes_and_the_command_to_join_are_in_the_log() -> None:
+def test_processes_and_the_command_to_join_are_in_the_log():
     assert processes(LOG) == {0: 3555, 2: 3557}
     words = ["--resilient", "--join", "127.0.0.1:44783", "--rank", "2", "--out", "/a b/Run"]
     assert join_command(LOG, 2) == ["pcomm", "train", *words]
@@ -134,7 +133,7 @@ def test_processes_and_the_command_to_join_are_in_the_log() -> None:
         join_command("", 2)
 
 
-def test_the_page_has_what_the_recording_holds() -> None:
+def test_the_page_has_what_the_recording_holds():
     page = PAGE.read_text()
     text = summary(*load(RECORDING))
     assert text in page
@@ -143,7 +142,7 @@ def test_the_page_has_what_the_recording_holds() -> None:
     assert RECORDING.with_suffix(".png").is_file()
 
 
-def test_the_recording_is_of_the_run_that_the_page_describes() -> None:
+def test_the_recording_is_of_the_run_that_the_page_describes():
     lines, origin = load(RECORDING)
     config = load_config(CONFIG)
     validate_resilient(config, RANKS)

@@ -63,7 +63,7 @@ def places(names_in: Callable[[str], list[str]]) -> set[str]:
     return found
 
 
-def test_numbers_are_found_however_they_are_written() -> None:
+def test_numbers_are_found_however_they_are_written():
     source = """
 A = 256 * 1024
 B: Final = -1
@@ -76,7 +76,7 @@ def f():
     assert numbers_in(source) == ["A", "B", "C", "D"]
 
 
-def test_every_number_is_in_the_table_once() -> None:
+def test_every_number_is_in_the_table_once():
     listed = [name for part in TABLE.values() for name in part]
     assert sorted(set(listed)) == sorted(listed), "a number is listed twice"
     found = places(numbers_in)
@@ -89,7 +89,7 @@ def test_every_number_is_in_the_table_once() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE["thresholds"])
-def test_the_tests_of_a_threshold_are_there(name: str) -> None:
+def test_the_tests_of_a_threshold_are_there(name):
     tests = TABLE["thresholds"][name]
     assert tests
     for test in tests:
@@ -98,7 +98,7 @@ def test_the_tests_of_a_threshold_are_there(name: str) -> None:
         assert function in [node.name for node in body if isinstance(node, ast.FunctionDef)], test
 
 
-def test_what_hangs_is_shown_by_its_ranks_before_pytest_ends_it() -> None:
+def test_what_hangs_is_shown_by_its_ranks_before_pytest_ends_it():
     from pcomm.core import environment
     from pcomm.core.testing.programs import LONGEST_S
 

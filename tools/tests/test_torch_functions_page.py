@@ -17,11 +17,11 @@ def rows(heading: str) -> dict[str, str]:
     return dict(found)
 
 
-def test_what_works_is_what_a_test_runs() -> None:
+def test_what_works_is_what_a_test_runs():
     assert list(rows("What works")) == list(runpy.run_path(str(ROWS))["WORKS"])
 
 
-def test_what_raises_names_what_the_error_names() -> None:
+def test_what_raises_names_what_the_error_names():
     """The first function in the page's advice is in the error, or the advice has none."""
     page = rows("What raises")
     checked = runpy.run_path(str(ROWS))["RAISES"]

@@ -222,10 +222,7 @@ def measure_tiny(settings: Settings, directory: Path) -> PartResults:
             settings.rounds,
         )
         equal = _equal_tokens(engine, theirs, prompt(), num_tokens)
-    pairs = (
-        ("engine step", [*forwards], 1.5),
-        ("engine, whole text", [*generates], 4.0),
-    )
+    pairs = (("engine step", [*forwards], 1.5), ("engine, whole text", [*generates], 4.0))
     for ours, others, goal in pairs:
         fastest = min(others, key=lambda name: times[name].median_us)
         for name in others:

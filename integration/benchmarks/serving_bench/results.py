@@ -101,12 +101,7 @@ class PartResults:
         )
 
     def tokens(
-        self,
-        case: str,
-        step: Timing,
-        num_tokens: int,
-        *,
-        beside: tuple[str, Timing] | None = None,
+        self, case: str, step: Timing, num_tokens: int, *, beside: tuple[str, Timing] | None = None
     ) -> None:
         """Add a row of tokens/s.
 

@@ -281,11 +281,7 @@ class TheirModel:
         )
 
     def decoding(
-        self,
-        prompt: Sequence[int],
-        *,
-        static_length: int | None = None,
-        chunk: int | None = None,
+        self, prompt: Sequence[int], *, static_length: int | None = None, chunk: int | None = None
     ) -> TheirDecoding:
         """One text whose prompt is computed.
 

@@ -56,10 +56,7 @@ class Stream:
         events = self.events()
         with_text = [when for when, event in events if event["choices"]]
         counted = [event["usage"] for _, event in events if event.get("usage")]
-        return {
-            "seconds": with_text[-1] - with_text[0],
-            "tokens": counted[-1]["completion_tokens"],
-        }
+        return {"seconds": with_text[-1] - with_text[0], "tokens": counted[-1]["completion_tokens"]}
 
 
 def read_streams(host: str, port: int, bodies: Sequence[dict[str, Any]]) -> list[Stream]:

@@ -86,10 +86,7 @@ def start(started: Programs) -> Callable[..., subprocess.Popen[str]]:
 
     The first word `pcomm` stands for the installed script, and `python` for this interpreter.
     """
-    programs = {
-        "pcomm": Path(sysconfig.get_path("scripts"), "pcomm"),
-        "python": sys.executable,
-    }
+    programs = {"pcomm": Path(sysconfig.get_path("scripts"), "pcomm"), "python": sys.executable}
     # One thread each: ranks that spin for a core they do not get take minutes.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 

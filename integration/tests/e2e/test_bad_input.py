@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pcomm.core.cli import main
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 
 DYING = Path(__file__).with_name("dying_train.py")
@@ -50,22 +48,13 @@ def refused(capsys: Capture, code: int) -> str:
         ("data.vocabulary=2147483647", "should be less than or equal to 1048576"),
     ],
 )
-def test_configurations_that_cannot_run(
-    train: Callable[..., int],
-    tmp_path: Path,
-    capsys: Capture,
-    ranks: str,
-    override: str,
-    message: str,
-) -> None:
+def test_configurations_that_cannot_run(train, tmp_path, capsys, ranks, override, message):
     out = tmp_path / "run"
     assert message in refused(capsys, train(out, "--ranks", ranks, "--set", override))
     assert not out.exists()
 
 
-def test_a_batch_that_is_larger_than_all_memory(
-    train: Callable[..., int], tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_batch_that_is_larger_than_all_memory(train, tmp_path, capsys):
     out, size = tmp_path / "run", 2**40
     words = [f"train.sequence_length={size}", f"train.global_batch_tokens={size}"]
     code = train(out, *(word for item in words for word in ("--set", item)))
@@ -75,44 +64,26 @@ def test_a_batch_that_is_larger_than_all_memory(
     assert not out.exists()
 
 
-def test_three_ranks_for_tp_2(train: Callable[..., int], tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "run"
-    code = train(out, "--ranks", "3", "--set", "parallel.tp=2")
-    assert "dp auto, tp 2, cp 1 for 3 ranks" in refused(capsys, code)
-    assert not out.exists()
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 3 --set parallel.tp=2", "dp auto, tp 2, cp 1 for 3 ranks"),
+        (
+            "--ranks 2 --set parallel.tp=2 --set model.mlp_width=65",
+            "model.mlp_width is 65, parallel.tp is 2",
+        ),
+        ("--ranks=0", "pcomm train --ranks 0: a number below 1"),
+        ("--ranks=-2", "pcomm train --ranks -2: a number below 1"),
+        ("--resilient", "train --resilient: --ranks 1\nWhen the only rank dies"),
+        ("--config absent.toml", "configuration file absent.toml: No such file"),
+    ],
+)
+def test_words_that_do_not_fit_together(train, tmp_path, capsys, words, message):
+    assert message in refused(capsys, train(tmp_path / "run", *words.split()))
+    assert not (tmp_path / "run").exists()
 
 
-def test_widths_that_do_not_divide_over_the_ranks(
-    train: Callable[..., int], tmp_path: Path, capsys: Capture
-) -> None:
-    overrides = ["--set", "parallel.tp=2", "--set", "model.mlp_width=65"]
-    code = train(tmp_path / "run", "--ranks", "2", *overrides)
-    assert "model.mlp_width is 65, parallel.tp is 2" in refused(capsys, code)
-
-
-def test_no_configuration_file(tmp_path: Path, capsys: Capture) -> None:
-    code = main(["train", "--config", f"{tmp_path}/absent.toml", "--out", f"{tmp_path}/run"])
-    assert f"configuration file {tmp_path}/absent.toml: No such file" in refused(capsys, code)
-
-
-@pytest.mark.parametrize("ranks", ["0", "-2"])
-def test_a_number_of_ranks_that_is_none(
-    train: Callable[..., int], tmp_path: Path, capsys: Capture, ranks: str
-) -> None:
-    message = refused(capsys, train(tmp_path / "run", f"--ranks={ranks}"))
-    assert f"pcomm train --ranks {ranks}: a number below 1" in message
-
-
-def test_one_rank_cannot_survive_its_end(
-    train: Callable[..., int], tmp_path: Path, capsys: Capture
-) -> None:
-    message = refused(capsys, train(tmp_path / "run", "--resilient"))
-    assert "pcomm train --resilient: --ranks 1\nWhen the only rank dies" in message
-
-
-def test_ranks_inside_a_launcher(
-    train: Callable[..., int], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_inside_a_launcher(train, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = refused(capsys, train(tmp_path / "run", "--ranks", "2"))
     assert "--ranks 2: WORLD_SIZE=2" in message
@@ -141,14 +112,7 @@ DATA = {
 
 # Starting ranks takes a second, and on two of them it is the same check.
 @pytest.mark.parametrize(("name", "ranks"), [*((n, "1") for n in DATA), ("blank.txt", "2")])
-def test_text_that_cannot_be_learnt(
-    train: Callable[..., int],
-    sources: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    name: str,
-    ranks: str,
-) -> None:
+def test_text_that_cannot_be_learnt(train, sources, tmp_path, capsys, name, ranks):
     out = tmp_path / "run"
     code = train(out, "--ranks", ranks, "--set", f"data.path=['{sources / name}']")
     message = refused(capsys, code)
@@ -159,9 +123,7 @@ def test_text_that_cannot_be_learnt(
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_folder_that_cannot_be_made(
-    train: Callable[..., int], tmp_path: Path, capsys: Capture, ranks: str
-) -> None:
+def test_a_folder_that_cannot_be_made(train, tmp_path, capsys, ranks):
     (tmp_path / "file").write_text("in the way")
     out = tmp_path / "file" / "run"
     message = refused(capsys, train(out, "--ranks", ranks))
@@ -169,18 +131,14 @@ def test_a_folder_that_cannot_be_made(
     assert "Choose a folder that can be written, with --out." in message
 
 
-def test_a_failed_start_can_be_repeated(
-    train: Callable[..., int], sources: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_failed_start_can_be_repeated(train, sources, tmp_path, capsys):
     """What a failed start leaves does not stand in the way of the next."""
     out = tmp_path / "run"
     refused(capsys, train(out, "--set", f"data.path=['{sources / 'blank.txt'}']"))
     assert train(out) == 0
 
 
-def test_a_rank_that_dies_is_named_and_stops_the_others(
-    start: Callable[..., subprocess.Popen[str]], config_file: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_is_named_and_stops_the_others(start, config_file, tmp_path):
     """At start-up, before it has joined the others; or while they wait for it in a collective."""
     options = ["--config", config_file, "--out", tmp_path / "run", "--ranks", 2]
     process = start("python", DYING, "-", "train", *options)
@@ -189,7 +147,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     assert logged.count("rank 1 of 2 died: killed by SIGKILL") == 2
 
 
-def test_a_mistake_is_reported_without_waiting_for_torch(config_file: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_without_waiting_for_torch(config_file, tmp_path):
     code = (
         "import sys\n"
         "from pcomm.core.cli import main\n"

@@ -64,7 +64,7 @@ def rows(run: Path, key: str) -> dict[int, float]:
     return dict(found)
 
 
-def test_it_writes_what_it_promises(two: Run, config_file: Path) -> None:
+def test_it_writes_what_it_promises(two, config_file):
     assert load_config(two.out / "config.toml") == load_config(config_file)
     assert 257 < load_tokenizer(two.out / "tokenizer.json").num_ids <= 320
     assert [checkpoint.step for checkpoint in checkpoints(two.out)] == [4, 6]
@@ -75,7 +75,7 @@ def test_it_writes_what_it_promises(two: Run, config_file: Path) -> None:
     assert left_over == []
 
 
-def test_its_rows_have_the_keys_that_others_build_on(two: Run) -> None:
+def test_its_rows_have_the_keys_that_others_build_on(two):
     parsed = [json.loads(line) for line in (two.out / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in parsed if "loss" in row]
     assert all(row.keys() >= KEYS for row in steps)
@@ -86,7 +86,7 @@ def test_its_rows_have_the_keys_that_others_build_on(two: Run) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
 
 
-def test_it_prints_bits_per_byte_then_a_sample_then_the_paths(two: Run) -> None:
+def test_it_prints_bits_per_byte_then_a_sample_then_the_paths(two):
     bits = rows(two.out, "bits_per_byte")[6]
     assert two.printed.count("held-out bits per byte: ") == 1
     first, blank, rest = two.printed.split("\n", 2)
@@ -125,20 +125,16 @@ def assert_same_numbers(mine: Path, rounding: tuple[Path, float]) -> None:
     assert allowed < 1e-3
 
 
-def test_two_ranks_give_the_numbers_of_one_process(two: Run, rounding: tuple[Path, float]) -> None:
+def test_two_ranks_give_the_numbers_of_one_process(two, rounding):
     assert_same_numbers(two.out, rounding)
 
 
-def test_two_ranks_of_the_command_give_them_too(
-    train: Train, tmp_path: Path, rounding: tuple[Path, float]
-) -> None:
+def test_two_ranks_of_the_command_give_them_too(train, tmp_path, rounding):
     assert train(tmp_path / "run", "--ranks", "2") == 0
     assert_same_numbers(tmp_path / "run", rounding)
 
 
-def test_a_finished_run_only_evaluates_and_writes(
-    train: Train, two: Run, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_only_evaluates_and_writes(train, two, copied, capsys):
     """On one process, where the run was on two."""
     assert train(copied) == 0
     printed = capsys.readouterr().out
@@ -147,9 +143,7 @@ def test_a_finished_run_only_evaluates_and_writes(
     assert [checkpoint.step for checkpoint in checkpoints(copied)] == [4, 6]
 
 
-def test_a_longer_run_goes_on_and_says_so(
-    train: Train, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_run_goes_on_and_says_so(train, copied, capsys):
     before = rows(copied, "loss")
     assert train(copied, "--set", "train.steps=8") == 0
     assert f"resuming {copied} after step 6" in capsys.readouterr().err
@@ -160,9 +154,7 @@ def test_a_longer_run_goes_on_and_says_so(
     assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6, 8]
 
 
-def test_restart_begins_anew(
-    train: Train, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_restart_begins_anew(train, copied, capsys):
     before = rows(copied, "loss")
     options = ["--set", "train.seed=3", "--set", "model.layers=1", "--set", "train.steps=3"]
     assert train(copied, "--restart", *options) == 0
@@ -174,7 +166,7 @@ def test_restart_begins_anew(
     assert load_config(copied / "config.toml").model.layers == 1
 
 
-def test_a_variant_learns(train: Train, tmp_path: Path) -> None:
+def test_a_variant_learns(train, tmp_path):
     """On one process, where the run of two ranks below has as much besides."""
     overrides = ["train.dtype=bf16", "model.tie_embeddings=true", "checkpoint.asynchronous=false"]
     assert train(tmp_path, *(word for item in overrides for word in ("--set", item))) == 0
@@ -182,7 +174,7 @@ def test_a_variant_learns(train: Train, tmp_path: Path) -> None:
     assert losses[6] < losses[1] - 0.5
 
 
-def test_everything_at_once_on_two_ranks(train: Train, tmp_path: Path) -> None:
+def test_everything_at_once_on_two_ranks(train, tmp_path):
     overrides = [
         "parallel.tp=2",
         "parallel.sequence=true",
@@ -197,9 +189,7 @@ def test_everything_at_once_on_two_ranks(train: Train, tmp_path: Path) -> None:
     assert losses[6] < losses[1] - 0.5
 
 
-def test_without_held_out_text_it_says_so(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_held_out_text_it_says_so(train, tmp_path, capsys):
     options = ["--set", "data.held_out=0", "--set", "train.steps=2", "--set", "sample.prompt=''"]
     assert train(tmp_path, *options) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -209,21 +199,14 @@ def test_without_held_out_text_it_says_so(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_without_evaluation_it_says_so(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_evaluation_it_says_so(train, tmp_path, capsys):
     words = ["train.steps=1", "train.eval_every=none", "sample.max_tokens=0"]
     assert train(tmp_path / "run", *(word for item in words for word in ("--set", item))) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == 'no bits per byte (train.eval_every = "none")'
 
 
-def test_it_says_that_it_was_stopped(
-    train: Train,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_it_says_that_it_was_stopped(train, tmp_path, monkeypatch, capsys):
     """While the data are prepared, and before anything can listen for the request."""
 
     def asked(*_: object) -> None:
@@ -238,7 +221,7 @@ def test_it_says_that_it_was_stopped(
     assert capsys.readouterr().err.startswith("stopped at once; the same command goes on from")
 
 
-def test_its_help_names_the_kinds_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_help_names_the_kinds_of_models(capsys):
     assert main(["train", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for kind in ("GPT", "Mamba-2", "Gated DeltaNet", "hybrids", "experts"):

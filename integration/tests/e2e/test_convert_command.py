@@ -33,9 +33,7 @@ def run(train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(("option", "dtype"), [(None, "F32"), ("bf16", "BF16"), ("fp16", "F16")])
-def test_transformers_loads_what_a_run_becomes(
-    option: str | None, dtype: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transformers_loads_what_a_run_becomes(option, dtype, run, tmp_path, capsys):
     out = tmp_path / "out"
     words = [] if option is None else ["--dtype", option]
     assert main(["convert", str(run), "--out", str(out), *words]) == 0
@@ -65,9 +63,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_directory_becomes_a_run_that_writes_text(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_becomes_a_run_that_writes_text(directory, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["convert", str(directory), "--out", str(run)]) == 0
     assert "a run with the weights of a llama model" in capsys.readouterr().out
@@ -97,9 +93,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return printed.err
 
 
-def test_what_cannot_be_converted(
-    run: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_converted(run, directory, tmp_path, capsys):
     out = tmp_path / "out"
     assert "neither a checkpoint" in refused(capsys, tmp_path, "--out", out)
     assert "no such folder" in refused(capsys, tmp_path / "absent", "--out", out)
@@ -130,12 +124,8 @@ def test_what_cannot_be_converted(
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused_by_name_or_written_when_asked_for(
-    number: float,
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    number, run, tmp_path, capsys, monkeypatch
+):
     read = conversion._model_of
 
     def diverged(*given: Any) -> LanguageModel:
@@ -156,9 +146,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_or_written_when_asked_f
     assert written.isfinite().tolist() == [place != 3 for place in range(32)]
 
 
-def test_a_model_of_no_family_is_refused(
-    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_no_family_is_refused(train, tmp_path, capsys):
     words = ["model.pattern=G", "train.steps=1", "train.eval_every=end", "sample.prompt=''"]
     assert train(tmp_path / "run", *(w for item in words for w in ("--set", item))) == 0
     capsys.readouterr()

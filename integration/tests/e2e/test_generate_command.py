@@ -1,29 +1,22 @@
-"""`pcomm generate`: the text of a run, decoded with a cache that changes nothing."""
+"""`pcomm generate`: the text of a run."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from integration_support.huggingface_directories import write_directory
-from integration_support.step_pools import StepPools
 from pcomm.core.cli import main
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 from pcomm.inference import SamplingParams
-from pcomm.integration.llm import LLM, LoadedModel
+from pcomm.integration.llm import LLM
 from pcomm.integration.llm.loading import load_text
-from pcomm.integration.models.initialisation import initialise
-from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.parallelize import plan_sequences
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +33,7 @@ def run(train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
-def test_the_installed_command_prints_one_json_object(
-    run: Path, start: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_the_installed_command_prints_one_json_object(run, start):
     words = ["--prompt", "word1", "--max-tokens", 5, "--temperature", 0.5, "--seed", 3, "--json"]
     process = start("pcomm", "generate", run, *words)
     printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
@@ -70,24 +61,25 @@ def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
-def test_a_seed_decides_the_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_decides_the_text_and_temperature_0_or_one_token_leaves_nothing_to_chance(
+    run, capsys
+):
     words = [run, "--prompt", "word", "--max-tokens", 30]
     texts = [generate(capsys, *words, "--seed", seed) for seed in (0, 1, 2, 0)]
     assert texts[0] == texts[3]
     assert len(set(texts)) == 3
     assert all(text.startswith("word") for text in texts)
+    greedy = generate(capsys, *words, "--temperature", 0)
+    assert len(greedy) > len("word")
+    for option in (["--temperature", 0], ["--top-k", 1], ["--top-p", 1e-9]):
+        assert generate(capsys, *words, "--temperature", 5, "--seed", 4, *option) == greedy
+    # Without a prompt it writes all the same.
+    text = json.loads(generate(capsys, run, "--max-tokens", 20, "--seed", 1, "--json"))
+    assert text["prompt"] == ""
+    assert "word" in text["text"]
 
 
-def test_temperature_0_leaves_nothing_to_chance(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [run, "--prompt", "word", "--max-tokens", 30, "--temperature", 0]
-    texts = {generate(capsys, *words, "--seed", seed) for seed in range(3)}
-    assert len(texts) == 1
-    assert len(texts.pop()) > len("word")
-
-
-def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run: Path) -> None:
+def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run):
     settings = [SamplingParams(max_tokens=40, seed=seed) for seed in range(12)]
     with LLM(run) as llm:
         texts = llm.generate(["word1 word2"] * len(settings), settings)
@@ -102,27 +94,7 @@ def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run: Path) -> 
             assert len(tokenizer.encode(text.text)) <= len(text.token_ids) - 1
 
 
-@pytest.mark.parametrize("limit", [1, 7])
-def test_no_more_tokens_than_asked_for(
-    run: Path, capsys: pytest.CaptureFixture[str], limit: int
-) -> None:
-    words = [run, "--prompt", "word", "--max-tokens", limit, "--temperature", 0, "--json"]
-    text = json.loads(generate(capsys, *words))
-    assert text["num_tokens"] == limit
-    assert text["finish_reason"] == "length"
-
-
-def test_without_a_prompt_it_writes_all_the_same(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = json.loads(generate(capsys, run, "--max-tokens", 20, "--seed", 1, "--json"))
-    assert text["prompt"] == ""
-    assert "word" in text["text"]
-
-
-def test_token_ids_are_a_prompt_like_the_text_they_stand_for(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_token_ids_are_a_prompt_like_the_text_they_stand_for(run, capsys):
     settings = ["--max-tokens", 12, "--temperature", 0, "--json"]
     from_text = json.loads(generate(capsys, run, "--prompt", "word1 word2", *settings))
     del from_text["speed"]
@@ -131,21 +103,11 @@ def test_token_ids_are_a_prompt_like_the_text_they_stand_for(
     from_ids = json.loads(generate(capsys, run, "--prompt-ids", ids, *settings))
     del from_ids["speed"]
     assert from_ids == from_text
+    assert from_text["num_tokens"] == len(from_text["token_ids"]) <= 12
     assert tokenizer.decode(from_text["token_ids"]) == from_text["text"]
 
 
-def test_one_likeliest_token_leaves_nothing_to_chance(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [run, "--prompt", "word", "--max-tokens", 20]
-    expected = generate(capsys, *words, "--temperature", 0)
-    for option in (["--top-k", 1], ["--top-p", 1e-9]):
-        assert generate(capsys, *words, "--temperature", 5, "--seed", 4, *option) == expected
-
-
-def test_a_stop_string_ends_what_is_shown_before_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_string_ends_what_is_shown_before_it(run, capsys):
     words = [run, "--prompt", "word1", "--max-tokens", 40, "--temperature", 0]
     whole = generate(capsys, *words).removeprefix("word1").removesuffix("\n")
     stop = whole[7:10]
@@ -153,7 +115,7 @@ def test_a_stop_string_ends_what_is_shown_before_it(
     assert shown == "word1" + whole[: whole.index(stop)] + "\n"
 
 
-def test_text_is_shown_while_it_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_shown_while_it_is_written(run, monkeypatch):
     """What a reader has seen after each token is all of the text that is certain by then."""
     shown: list[object] = []
     monkeypatch.setattr("builtins.print", lambda text="", **_: shown.append(text))
@@ -166,7 +128,7 @@ def test_text_is_shown_while_it_is_written(run: Path, monkeypatch: pytest.Monkey
     assert all(parts)
 
 
-def test_two_ranks_write_what_one_does(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_write_what_one_does(run, capfd):
     settings = "--prompt word1 --max-tokens 20 --temperature 0.5"
     words = ["generate", str(run), *settings.split()]
     assert main(words) == 0
@@ -184,9 +146,7 @@ def test_two_ranks_write_what_one_does(run: Path, capfd: pytest.CaptureFixture[s
     )
 
 
-def test_a_directory_of_transformers_is_a_model_too(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_of_transformers_is_a_model_too(run, tmp_path, capsys):
     pytest.importorskip("transformers", reason="transformers writes the directory")
     theirs = write_directory(tmp_path, "llama", vocab_size=320, eos_token_id=None)
     shutil.copy(run / "tokenizer.json", tmp_path)
@@ -197,74 +157,6 @@ def test_a_directory_of_transformers_is_a_model_too(
         with torch.inference_mode():
             tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert text["token_ids"] == tokens[3:]
-
-
-# -- the cache -------------------------------------------------------------------------------
-
-
-def logits_at_once(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
-    count = len(tokens)
-    with torch.inference_mode():
-        return model(torch.tensor(tokens), plan_sequences(model, (0, count)))
-
-
-def logits_with_cache(
-    model: LanguageModel, tokens: Sequence[int], prompt: int, *, shift: int = 0
-) -> Tensor:
-    """The prompt at once, then token by token; `shift` breaks the positions of the latter."""
-    pools, parts = StepPools(model, 1, len(tokens)), []
-    for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(tokens)))]:
-        batch = pools.batch([0], {0: tokens[start:stop]})
-        places = batch.positions_T + (shift if start >= prompt else 0)
-        parts.append(model.step(dataclasses.replace(batch, positions_T=places), pools.memory))
-        pools.lengths[0] = stop
-    return torch.cat(parts)
-
-
-@pytest.fixture
-def sharp(run: Path) -> Iterator[LLM]:
-    """The run's model with other weights, so large that each token decides all that follow.
-
-    A model that has learnt little would write the same text with a broken cache.
-    """
-    with LLM(run) as llm:
-        model = model_of(llm)
-        initialise(model, dataclasses.replace(model.config, init_std=0.3), seed=0)
-        yield llm
-
-
-def model_of(llm: LLM) -> LanguageModel:
-    assert isinstance(llm.loaded, LoadedModel)
-    return llm.loaded.model
-
-
-def test_the_cache_does_not_change_the_logits(sharp: LLM) -> None:
-    model, tokens = model_of(sharp), sharp.loaded.prompt_ids("word1 word24 word7 word19 word3")
-    rounded = logits_at_once(model, tokens).double()
-    cached = logits_with_cache(model, tokens, prompt=5).double()
-    exact = logits_at_once(model.double(), tokens)
-    # Both are as far from the exact logits as fp32 is; the sums only run in another order.
-    own_error = (rounded - exact).abs().max()
-    assert (cached - exact).abs().max() <= 4 * own_error
-    # In fp64 nothing but some 1e-16 of that is left.
-    assert (logits_with_cache(model, tokens, prompt=5) - exact).abs().max() <= 1e-12
-    # A cache whose positions are off by one would have been noticed.
-    broken = logits_with_cache(model, tokens, prompt=5, shift=1)
-    assert (broken - exact).abs().max() > 100 * own_error
-
-
-@pytest.mark.parametrize("prompt", ["w", "word1 word2", "word3 word14 word15 word9 word26"])
-def test_the_cache_does_not_change_the_text(sharp: LLM, prompt: str) -> None:
-    model, tokenizer = model_of(sharp), sharp.loaded.tokenizer
-    tokens = tokenizer.encode(prompt)
-    start = len(tokens)
-    for _ in range(24):
-        tokens.append(int(logits_at_once(model, tokens)[-1].argmax()))
-        if tokens[-1] == tokenizer.eos_ids[0]:
-            break
-    (written,) = sharp.generate(prompt, SamplingParams(max_tokens=24, temperature=0))
-    assert written.text == tokenizer.decode(tokens[start:])
-    assert len(written.token_ids) == len(tokens) - start
 
 
 # -- what cannot be written from -------------------------------------------------------------
@@ -279,7 +171,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
-def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+NUMBERS = (
+    *("--max-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=-1", "--ranks=0"),
+    *("--top-p=0.0", "--top-p=1.5", "--prompt-ids=1,x", "--prompt-ids=1,-2", "--prompt-ids="),
+)
+
+
+def test_a_folder_without_a_run(tmp_path, capsys):
     assert f"model {tmp_path}: neither a checkpoint" in refused(capsys, tmp_path)
     absent = tmp_path / "absent"
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
@@ -295,29 +193,21 @@ def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("words", "told"),
     [
-        ("--max-tokens", "0"),
-        ("--temperature", "-1"),
-        ("--temperature", "nan"),
-        ("--top-k", "-1"),
-        ("--ranks", "0"),
-        ("--top-p", "0.0"),
-        ("--top-p", "1.5"),
-        ("--prompt-ids", "1,x"),
-        ("--prompt-ids", "1,-2"),
-        ("--prompt-ids", ""),
+        *((words, f"pcomm generate {words.replace('=', ' ')}") for words in NUMBERS),
+        (f"--seed={2**64}", "--seed 18446744073709551616"),
+        # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
+        ("--prompt=\udcff", "generate --prompt"),
+        ("--stop=\udcff", "generate --stop"),
+        ("--prompt-ids=1,320", "320"),
     ],
 )
-def test_numbers_out_of_range(
-    run: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
-) -> None:
-    assert f"pcomm generate {option} {value}" in refused(capsys, run, f"{option}={value}")
+def test_what_cannot_be_used_is_refused_by_name(run, capsys, words, told):
+    assert told in refused(capsys, run, words)
 
 
-def test_a_prompt_that_fills_the_context_is_refused_and_a_text_ends_with_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_fills_the_context_is_refused_and_a_text_ends_with_it(run, capsys):
     """Which is 2,048 tokens where training saw fewer; with a seed as `SamplingParams` takes it."""
     ids = ",".join(["5"] * 2047)
     assert main(["generate", str(run), "--prompt-ids", ids, "--json", "--seed=-1"]) == 0
@@ -329,25 +219,7 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_text_ends_with_it(
     assert "prompt: 4 tokens, and a context of 4" in message
 
 
-def test_a_seed_that_no_generator_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--seed 18446744073709551616" in refused(capsys, run, f"--seed={2**64}")
-
-
-@pytest.mark.parametrize("option", ["--prompt", "--stop"])
-def test_what_is_no_text(run: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
-    """Bytes of the command line that are no UTF-8 arrive as lone surrogates."""
-    assert f"generate {option}" in refused(capsys, run, f"{option}=\udcff")
-
-
-def test_a_token_that_the_model_does_not_know(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "320" in refused(capsys, run, "--prompt-ids=1,320")
-
-
-def test_a_configuration_of_another_model(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_of_another_model(run, tmp_path, capsys):
     for name in ("checkpoints", "tokenizer.json"):
         (tmp_path / name).symlink_to(run / name)
     text = (run / "config.toml").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -30,12 +29,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_process_saves_and_goes_on(
-    number: signal.Signals,
-    train: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_process_saves_and_goes_on(number, train, tmp_path, capsys):
     out = tmp_path / "run"
 
     def send() -> None:
@@ -60,13 +54,7 @@ for out in sys.argv[1].split(","):
 """
 
 
-def test_two_ranks_save_and_go_on(
-    start: Callable[..., subprocess.Popen[str]],
-    train: Callable[..., int],
-    config_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_two_ranks_save_and_go_on(start, train, config_file, tmp_path, capsys):
     runs = [tmp_path / way.replace(" ", "-") for way in WAYS]
     words = ["--config", config_file, "--ranks", 2, *settings({}, *ENDLESS)]
     process = start("python", "-c", RUNS, ",".join(map(str, runs)), *words)
@@ -109,7 +97,7 @@ def assert_goes_on(
     assert steps(out) == list(range(1, saved.step + 3))
 
 
-def test_what_a_test_leaves_running_ends_with_it() -> None:
+def test_what_a_test_leaves_running_ends_with_it():
     """Workers of torchrun are in sessions of their own, and hold the pipes of the launcher."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     with Programs() as programs:

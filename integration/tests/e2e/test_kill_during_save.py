@@ -12,7 +12,7 @@ import torch
 
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.tensor_parallel import param_layouts_of
-from pcomm.core.testing.programs import Programs, is_running, wait_until
+from pcomm.core.testing.programs import is_running, wait_until
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.checkpoint.state import read
 from pcomm.integration.llm import load_model
@@ -47,16 +47,8 @@ def uninterrupted(
     ],
 )
 def test_killed_during_a_save(
-    place: str,
-    ranks: str,
-    start: Callable[..., subprocess.Popen[str]],
-    started: Programs,
-    train: Callable[..., int],
-    uninterrupted: Callable[[str], Path],
-    config_file: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    place, ranks, start, started, train, uninterrupted, config_file, tmp_path, capfd
+):
     out, marks = tmp_path / "run", tmp_path / "marks"
     marks.mkdir()
     options = ["--config", config_file, "--out", out, "--ranks", ranks]

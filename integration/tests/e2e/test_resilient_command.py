@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ ON_FOUR = ["parallel.dp=2", "parallel.tp=2", "train.schedule=constant"]
 
 
 def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_together(
-    start: Callable[..., subprocess.Popen[str]], config_file: Path, tmp_path: Path
-) -> None:
+    start, config_file, tmp_path
+):
     out, log = tmp_path / "run", tmp_path / "log"
     overrides = [word for item in (*ENDLESS, *ON_FOUR) for word in ("--set", item)]
     words = ["--config", config_file, "--out", out, "--ranks", 4, *overrides]

@@ -78,9 +78,7 @@ def hybrid(live: Callable[[str], Live]) -> Live:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_chat_completions_and_streams_of_each_model_are_the_engines_text(
-    name: str, live: Callable[[str], Live]
-) -> None:
+def test_chat_completions_and_streams_of_each_model_are_the_engines_text(name, live):
     found = live(name)
     # The engine of a second LLM, so that the server keeps its own to itself.
     greedy = SamplingParams(temperature=0, max_tokens=12)
@@ -108,7 +106,7 @@ def test_chat_completions_and_streams_of_each_model_are_the_engines_text(
     assert text == expected.text
 
 
-def test_n_texts_of_several_prompts_come_in_order_and_a_seed_repeats_them(hybrid: Live) -> None:
+def test_n_texts_of_several_prompts_come_in_order_and_a_seed_repeats_them(hybrid):
     prompts = ["word1", "word2 word3"]
     first = hybrid.complete(prompt=prompts, n=3, seed=5)
     texts = [choice.text for choice in first.choices]
@@ -126,7 +124,7 @@ def test_n_texts_of_several_prompts_come_in_order_and_a_seed_repeats_them(hybrid
     assert streamed == texts
 
 
-def test_token_ids_are_a_prompt_too(hybrid: Live) -> None:
+def test_token_ids_are_a_prompt_too(hybrid):
     ids = hybrid.llm.loaded.prompt_ids("word1 word2")
     expected = hybrid.complete(temperature=0).choices[0].text
     assert hybrid.complete(prompt=ids, temperature=0).choices[0].text == expected
@@ -134,7 +132,7 @@ def test_token_ids_are_a_prompt_too(hybrid: Live) -> None:
     assert [choice.text for choice in both] == [expected] * 2
 
 
-def test_token_ids_that_the_model_has_not_are_the_prompts_error(hybrid: Live) -> None:
+def test_token_ids_that_the_model_has_not_are_the_prompts_error(hybrid):
     most = hybrid.llm.loaded.vocabulary
     for prompt in ([most], [10**7], [[1], [2, most]]):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -147,7 +145,7 @@ def test_token_ids_that_the_model_has_not_are_the_prompts_error(hybrid: Live) ->
     assert hybrid.complete(prompt=[most - 1]).usage.prompt_tokens == 1
 
 
-def test_what_clients_send_that_asks_for_nothing_changes_nothing(hybrid: Live) -> None:
+def test_what_clients_send_that_asks_for_nothing_changes_nothing(hybrid):
     answer = hybrid.chat(temperature=0).choices[0].message
     nothing: dict[str, Any] = {
         "function_call": "none",
@@ -184,7 +182,7 @@ def test_what_clients_send_that_asks_for_nothing_changes_nothing(hybrid: Live) -
     assert one == whole
 
 
-def test_logprobs_name_tokens_whose_bytes_are_the_text(hybrid: Live) -> None:
+def test_logprobs_name_tokens_whose_bytes_are_the_text(hybrid):
     chat = hybrid.chat(temperature=0, logprobs=True, top_logprobs=3).choices[0]
     entries = chat.logprobs.content
     text = b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace")
@@ -202,7 +200,7 @@ def test_logprobs_name_tokens_whose_bytes_are_the_text(hybrid: Live) -> None:
     assert hybrid.chat(temperature=0).choices[0].logprobs is None
 
 
-def test_a_stop_string_ends_the_text_before_it(hybrid: Live) -> None:
+def test_a_stop_string_ends_the_text_before_it(hybrid):
     text = hybrid.complete(temperature=0).choices[0].text
     stop = text[4:6]
     choice = hybrid.complete(temperature=0, stop=["\0", stop]).choices[0]
@@ -211,7 +209,7 @@ def test_a_stop_string_ends_the_text_before_it(hybrid: Live) -> None:
     assert "".join(part.choices[0].text for part in parts) == text[: text.index(stop)]
 
 
-def test_settings_reach_the_sampler(hybrid: Live) -> None:
+def test_settings_reach_the_sampler(hybrid):
     token = hybrid.llm.loaded.tokenizer.encode("x")[0]
     biased = hybrid.complete(logit_bias={str(token): 100}, temperature=0, max_tokens=5)
     assert biased.choices[0].text == "xxxxx"
@@ -225,7 +223,7 @@ def test_settings_reach_the_sampler(hybrid: Live) -> None:
     assert hybrid.complete(top_p=1e-9).choices[0].text == greedy
 
 
-def test_a_schema_binds_the_answer(hybrid: Live) -> None:
+def test_a_schema_binds_the_answer(hybrid):
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -294,9 +292,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "code"), BAD_CHATS)
-def test_an_error_names_the_field(
-    hybrid: Live, fields: dict[str, Any], param: str, code: str
-) -> None:
+def test_an_error_names_the_field(hybrid, fields, param, code):
     for stream in (False, True):
         if "stream_options" in fields.get("extra_body", {}) and stream:
             continue
@@ -309,7 +305,7 @@ def test_an_error_names_the_field(
     assert hybrid.is_free()
 
 
-def test_other_models_and_paths_are_not_found(hybrid: Live) -> None:
+def test_other_models_and_paths_are_not_found(hybrid):
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         hybrid.chat(model="gpt-5")
     with pytest.raises(openai.NotFoundError):
@@ -323,12 +319,9 @@ def test_other_models_and_paths_are_not_found(hybrid: Live) -> None:
         assert missing.json()["error"]["code"] == "not_found"
 
 
-def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid: Live) -> None:
+def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid):
     pytest.importorskip("llguidance")
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": {"type": "nonsense"}},
-    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="json_schema"):
         hybrid.chat(response_format=form)
     assert hybrid.chat().choices[0].finish_reason
@@ -344,7 +337,7 @@ def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid: Live) -> No
         {"const": "x" * 70_000},
     ],
 )
-def test_a_schema_that_no_grammar_can_have_is_400(hybrid: Live, schema: dict[str, Any]) -> None:
+def test_a_schema_that_no_grammar_can_have_is_400(hybrid, schema):
     pytest.importorskip("llguidance")
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     fields = {"model": "tiny", "messages": MESSAGES, "response_format": named}
@@ -364,9 +357,7 @@ def test_a_schema_that_no_grammar_can_have_is_400(hybrid: Live, schema: dict[str
         ({"max_completion_token": 1}, "Known here|max_tokens"),
     ],
 )
-def test_an_error_is_of_the_type_that_was_given(
-    hybrid: Live, fields: dict[str, Any], message: str
-) -> None:
+def test_an_error_is_of_the_type_that_was_given(hybrid, fields, message):
     answer = hybrid.post({"model": "tiny", "prompt": "a", **fields})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -394,7 +385,7 @@ def test_an_error_is_of_the_type_that_was_given(
         b'{"model": "tiny", "prompt": ["a", "a"], "n": 65}',
     ],
 )
-def test_a_body_that_is_no_request_is_told_so(hybrid: Live, body: bytes) -> None:
+def test_a_body_that_is_no_request_is_told_so(hybrid, body):
     answer = hybrid.post(body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -429,15 +420,13 @@ def test_a_body_that_is_no_request_is_told_so(hybrid: Live, body: bytes) -> None
         (b"{}", None, "sent without a type; send it with `Content-Type: application/json`."),
     ],
 )
-def test_a_body_that_cannot_be_read_is_told_what_is_wrong_with_it(
-    hybrid: Live, body: bytes, kind: str | None, message: str
-) -> None:
+def test_a_body_that_cannot_be_read_is_told_what_is_wrong_with_it(hybrid, body, kind, message):
     answer = hybrid.post(body, kind=kind)
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"]), answer.text
 
 
-def test_a_body_above_the_limit_is_refused_with_and_without_a_length(hybrid: Live) -> None:
+def test_a_body_above_the_limit_is_refused_with_and_without_a_length(hybrid):
     head = b'{"model": "tiny", "max_tokens": 1, "prompt": "a", "user": "'
     fits = head + b"x" * (100_000 - len(head) - 2) + b'"}'
     assert hybrid.post(fits).status_code == 200
@@ -450,7 +439,7 @@ def test_a_body_above_the_limit_is_refused_with_and_without_a_length(hybrid: Liv
     assert late.json()["error"]["code"] == "request_too_large"
 
 
-def test_metrics_count_what_was_done(hybrid: Live) -> None:
+def test_metrics_count_what_was_done(hybrid):
     def read() -> dict[str, float]:
         text = httpx.get(f"{hybrid.server.url}/metrics").text
         rows = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
@@ -479,7 +468,7 @@ def test_metrics_count_what_was_done(hybrid: Live) -> None:
     assert after["pcomm:num_requests_running{}"] == after["pcomm:kv_cache_usage_perc{}"] == 0
 
 
-def test_the_page_needs_nothing_from_elsewhere(hybrid: Live) -> None:
+def test_the_page_needs_nothing_from_elsewhere(hybrid):
     page = httpx.get(f"{hybrid.server.url}/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]

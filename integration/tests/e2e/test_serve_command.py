@@ -20,7 +20,7 @@ import pytest
 from integration_support.short_runs import tiny_run
 from pcomm.core.cli import main
 from pcomm.core.errors import ConfigError, PeerError
-from pcomm.core.testing.programs import PATIENCE_S, Programs, free_port, scaled_s, wait_until
+from pcomm.core.testing.programs import PATIENCE_S, free_port, scaled_s, wait_until
 from pcomm.inference import SamplingParams
 from pcomm.integration.llm import LLM
 
@@ -64,7 +64,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, logged
 
 
-def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run: Path, start: Start) -> None:
+def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run, start):
     process = start("pcomm", "serve", run, "--port", 0, "--memory-mib", 4)
     url = url_from(process)
     context, lines = begin_stream(url, max_tokens=300)
@@ -82,9 +82,7 @@ def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run: Path, start: Star
         httpx.get(f"{url}/health")
 
 
-def test_what_does_not_end_in_time_is_told_so(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_end_in_time_is_told_so(run, capsys):
     port = free_port()
 
     def is_up() -> bool:
@@ -111,7 +109,7 @@ def test_what_does_not_end_in_time_is_told_so(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Programs) -> None:
+def test_a_killed_server_leaves_no_process(run, start, started):
     process = start("pcomm", "serve", run, "--port", 0, "--memory-mib", 4, "--ranks", 2)
     # Both ranks compute.
     context, _ = begin_stream(url_from(process), max_tokens=2000)
@@ -123,9 +121,7 @@ def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Pro
     wait_until(lambda: not started.running(), "the end of all that it had started")
 
 
-def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(run, monkeypatch):
     def failed() -> None:
         raise PeerError("stats", found="a rank that died", why="It is gone.", fix="Start again.")
 
@@ -142,13 +138,7 @@ def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(
 
 
 @pytest.mark.parametrize(("is_lost", "code"), [(False, 0), (True, 1)])
-def test_the_exit_code_tells_that_the_model_had_failed(
-    is_lost: bool,
-    code: int,
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_exit_code_tells_that_the_model_had_failed(is_lost, code, run, monkeypatch, capsys):
     error = PeerError("step", found="a rank that died", why="It is gone.", fix="Start again.")
 
     def stopped(served: Served, bound: socket.socket) -> None:
@@ -161,7 +151,7 @@ def test_the_exit_code_tells_that_the_model_had_failed(
     assert ("the model had failed: PeerError: step: a rank that died" in said) == is_lost
 
 
-def test_two_servers_that_start_together_do_not_share_a_port() -> None:
+def test_two_servers_that_start_together_do_not_share_a_port():
     first = bind("127.0.0.1", 0)
     port = first.getsockname()[1]
     # Neither listens yet, which is when the system lets both have the address.
@@ -172,9 +162,7 @@ def test_two_servers_that_start_together_do_not_share_a_port() -> None:
             listen(second)
 
 
-def test_an_address_in_use_is_found_before_the_model_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_in_use_is_found_before_the_model_is_read(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         # The folder has no model, which would be an error, too.
@@ -195,13 +183,7 @@ def test_an_address_in_use_is_found_before_the_model_is_read(
         (["--port", "0", "--max-model-len", "-1"], "max_model_len"),
     ],
 )
-def test_options_that_cannot_be_used(
-    run: Path,
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_that_cannot_be_used(run, words, message, tmp_path, capsys):
     key = tmp_path / "key"
     key.write_text("schlüssel\n", encoding="utf-8")
     words = [str(key) if word == "KEY" else word for word in words]
@@ -211,8 +193,8 @@ def test_options_that_cannot_be_used(
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_chat_answers_each_line_of_a_pipe_with_all_before_it_in_mind(
-    ranks: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    ranks, run, monkeypatch, capsys
+):
     monkeypatch.setattr("sys.stdin", io.StringIO("word1\n\nword2 word3"))
     words = ["--system", "short", "--max-tokens", "6", "--temperature", "0", "--memory-mib", "4"]
     assert main(["chat", str(run), "--ranks", ranks, *words]) == 0
@@ -230,9 +212,7 @@ def test_chat_answers_each_line_of_a_pipe_with_all_before_it_in_mind(
     assert printed.err.startswith("12 tokens; a decode step ")
 
 
-def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(run, monkeypatch, capsys):
     options = ["--max-tokens", "4", "--temperature", "0", "--memory-mib", "4"]
     words = ["chat", str(run), "--max-model-len", "64", *options]
 
@@ -252,8 +232,8 @@ def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(
 
 
 def test_a_conversation_that_has_outgrown_the_model_says_so_and_a_new_one_goes_on(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    run, monkeypatch, capsys
+):
     options = ["--system", "short", "--max-tokens", "30", "--temperature", "0"]
     words = ["chat", str(run), "--max-model-len", "120", "--memory-mib", "4", *options]
 

@@ -83,7 +83,7 @@ def chat(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": messages, "response_format": named, **fields}
 
 
-def test_streams_get_their_tokens_while_a_grammar_is_compiled(llm: LLM, slow: Slow) -> None:
+def test_streams_get_their_tokens_while_a_grammar_is_compiled(llm, slow):
     with LiveServer(llm) as server, httpx.Client(timeout=60) as http:
         url, answers = f"{server.url}/v1", []
 
@@ -118,9 +118,7 @@ def test_streams_get_their_tokens_while_a_grammar_is_compiled(llm: LLM, slow: Sl
         wait_until(lambda: server.served.service.streams.num_open == 0, "an end of all")
 
 
-def test_a_client_that_leaves_while_its_grammar_is_compiled_frees_everything(
-    llm: LLM, slow: Slow
-) -> None:
+def test_a_client_that_leaves_while_its_grammar_is_compiled_frees_everything(llm, slow):
     async def play(url: str, desk: GrammarPool) -> None:
         async with httpx.AsyncClient(timeout=600) as http:
             asked = [
@@ -167,7 +165,7 @@ def asked(desk: GrammarPool, text: str) -> asyncio.Task[Any]:
     return asyncio.ensure_future(desk.compile(SamplingParams(regex=text)))
 
 
-def test_few_are_compiled_at_once_and_few_wait() -> None:
+def test_few_are_compiled_at_once_and_few_wait():
     slow = Slow()
 
     async def play() -> None:
@@ -186,7 +184,7 @@ def test_few_are_compiled_at_once_and_few_wait() -> None:
     played(slow, play)
 
 
-def test_an_error_is_one_of_those_who_asked_for_that_grammar() -> None:
+def test_an_error_is_one_of_those_who_asked_for_that_grammar():
     slow = Slow()
     slow.goes_on.set()
 
@@ -201,14 +199,14 @@ def test_an_error_is_one_of_those_who_asked_for_that_grammar() -> None:
     assert good == "good"
 
 
-def test_one_that_is_kept_is_there_at_once() -> None:
+def test_one_that_is_kept_is_there_at_once():
     slow = Slow()
     slow.done["kept"] = "kept"
     assert played(slow, lambda: desk(slow).compile(SamplingParams(regex="kept"))) == "kept"
     assert slow.begun == []
 
 
-def test_one_that_takes_too_long_is_an_error_and_keeps_its_place() -> None:
+def test_one_that_takes_too_long_is_an_error_and_keeps_its_place():
     slow = Slow()
 
     async def play() -> None:
@@ -226,7 +224,7 @@ def test_one_that_takes_too_long_is_an_error_and_keeps_its_place() -> None:
     played(slow, play)
 
 
-def test_a_server_that_stops_tells_those_who_wait() -> None:
+def test_a_server_that_stops_tells_those_who_wait():
     slow = Slow()
 
     async def play() -> None:
@@ -244,7 +242,7 @@ def test_a_server_that_stops_tells_those_who_wait() -> None:
     played(slow, play)
 
 
-def test_each_text_begins_at_the_begin_of_a_shared_grammar(llm: LLM) -> None:
+def test_each_text_begins_at_the_begin_of_a_shared_grammar(llm):
     from pcomm.inference import Request
 
     params = SamplingParams(regex="ab|ba", seed=1)

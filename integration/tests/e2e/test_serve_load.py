@@ -66,7 +66,7 @@ def raw_request(server: LiveServer, **fields: Any) -> socket.socket:
     return connection
 
 
-def test_two_hundred_streams_at_once_lose_nothing(llm: LLM) -> None:
+def test_two_hundred_streams_at_once_lose_nothing(llm):
     prompts = [f"word{place % 31} word{place % 7}" for place in range(200)]
     params = [
         SamplingParams(seed=place, max_tokens=4 + place % 9, ignore_eos=True)
@@ -105,7 +105,7 @@ def test_two_hundred_streams_at_once_lose_nothing(llm: LLM) -> None:
         assert is_whole(server)
 
 
-def test_a_soak_of_aborts_and_disconnects_ends_with_free_memory(llm: LLM) -> None:
+def test_a_soak_of_aborts_and_disconnects_ends_with_free_memory(llm):
     draw = random.Random(3)
     with LiveServer(llm) as server, httpx.Client(timeout=600) as http:
         url = f"{server.url}/v1/completions"
@@ -130,9 +130,7 @@ def test_a_soak_of_aborts_and_disconnects_ends_with_free_memory(llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_memory_running_or_queued(
-    llm: LLM, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_frees_its_memory_running_or_queued(llm, stream, monkeypatch):
     goes_on = never(llm, monkeypatch)
     with LiveServer(llm) as server:
         queued = [raw_request(server, stream=stream, n=5) for _ in range(4)]
@@ -150,9 +148,7 @@ def test_a_client_that_leaves_frees_its_memory_running_or_queued(
         assert is_whole(server)
 
 
-def test_a_full_queue_is_429_and_all_texts_of_a_request_come_or_none(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_is_429_and_all_texts_of_a_request_come_or_none(run, monkeypatch):
     with LLM(run, memory_bytes=2**20, max_model_len=128, max_queued=5) as llm:
         goes_on = never(llm, monkeypatch)
         with LiveServer(llm) as server:
@@ -179,7 +175,7 @@ def test_a_full_queue_is_429_and_all_texts_of_a_request_come_or_none(
                 wait_until(lambda: is_free(server), "free memory")
 
 
-def test_an_api_key_guards_the_models_alone(llm: LLM) -> None:
+def test_an_api_key_guards_the_models_alone(llm):
     with LiveServer(llm, api_key="sesame") as server:
         url = server.url
         for header in ("", "sesame", "Basic sesame", "Bearer sesam", "Bearer sesame2", "Bearer ü"):
@@ -233,7 +229,7 @@ async def until(claim: Any) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_client_that_does_not_read_delays_nobody_and_keeps_no_memory(llm: LLM) -> None:
+def test_a_client_that_does_not_read_delays_nobody_and_keeps_no_memory(llm):
     served = create_app(llm, ServeSettings(model_name="tiny", max_unread_tokens=20))
     service = served.service
 
@@ -263,7 +259,7 @@ def test_a_client_that_does_not_read_delays_nobody_and_keeps_no_memory(llm: LLM)
     assert len(events) < 100
 
 
-def test_a_client_that_never_reads_is_given_up(llm: LLM) -> None:
+def test_a_client_that_never_reads_is_given_up(llm):
     served = create_app(llm, ServeSettings(model_name="tiny", write_timeout_s=0.01))
 
     async def play() -> None:
@@ -278,7 +274,7 @@ def test_a_client_that_never_reads_is_given_up(llm: LLM) -> None:
     asyncio.run(play())
 
 
-def test_health_watches_the_step_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_watches_the_step_loop(llm, monkeypatch):
     now, is_stuck, goes_on, step = [0.0], threading.Event(), threading.Event(), llm.engine.step
 
     def slow() -> Any:
@@ -333,9 +329,7 @@ def _app_of(service: Service) -> Any:
     return app
 
 
-def test_a_step_that_raises_ends_all_with_an_error_and_the_server_says_so(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_raises_ends_all_with_an_error_and_the_server_says_so(llm, monkeypatch):
     goes_on = never(llm, monkeypatch)
     idle = llm.engine.step
 
@@ -365,9 +359,7 @@ def test_a_step_that_raises_ends_all_with_an_error_and_the_server_says_so(
         assert http.get(f"{server.url}/metrics").status_code == 200
 
 
-def test_a_request_that_fails_leaves_the_others_alone(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_that_fails_leaves_the_others_alone(llm, monkeypatch, caplog):
     expected = llm.generate("word1", SamplingParams(temperature=0, max_tokens=6))[0].text
     step, poison = llm.loaded.model.step, llm.loaded.tokenizer.encode("Q")[0]
 

@@ -112,7 +112,7 @@ def page(tmp_path: Path) -> Iterator[Browser]:
             browser.close()
 
 
-def test_a_conversation_and_its_metrics(page: Browser) -> None:
+def test_a_conversation_and_its_metrics(page):
     page.until("by('model').textContent !== '…'")
     # A name is text, whatever it looks like.
     assert page.evaluate("by('model').textContent") == "<b>tiny</b>"

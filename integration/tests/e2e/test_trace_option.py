@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 
 def slices(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
@@ -18,7 +15,7 @@ def slices(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]
     return [e for e in entries if e["ph"] == "X"], names
 
 
-def test_two_ranks_are_in_one_file(train: Callable[..., int], tmp_path: Path) -> None:
+def test_two_ranks_are_in_one_file(train, tmp_path):
     path = tmp_path / "traces" / "two.json"
     assert train(tmp_path / "run", "--ranks", "2", "--trace", str(path)) == 0
     events, names = slices(path)
@@ -49,7 +46,7 @@ def test_two_ranks_are_in_one_file(train: Callable[..., int], tmp_path: Path) ->
         assert max(s[i] for s in starts) <= min(e[i] for e in ends)
 
 
-def test_a_short_run_writes_what_there_was(train: Callable[..., int], tmp_path: Path) -> None:
+def test_a_short_run_writes_what_there_was(train, tmp_path):
     path = tmp_path / "short.json"
     assert train(tmp_path / "run", "--set", "train.steps=2", "--trace", str(path)) == 0
     events, names = slices(path)
@@ -58,9 +55,7 @@ def test_a_short_run_writes_what_there_was(train: Callable[..., int], tmp_path: 
     assert "compute" in names.values()
 
 
-def test_a_folder_is_no_trace_file(
-    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_no_trace_file(train, tmp_path, capsys):
     assert train(tmp_path / "run", "--trace", str(tmp_path)) != 0
     assert "--trace" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

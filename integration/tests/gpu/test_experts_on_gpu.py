@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.testing import assert_as_accurate
-from pcomm.integration.models.experts import (
-    grouped_linear,
-    has_grouped_kernel,
-    loop_linear,
-)
+from pcomm.integration.models.experts import grouped_linear, has_grouped_kernel, loop_linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +33,7 @@ def results(device: str, dtype: torch.dtype, counts: list[int], *, in_loop: bool
 
 
 @pytest.mark.parametrize("counts", [[17, 0, 40, 7], [0, 0, 64, 0]], ids=str)
-def test_the_grouped_kernel_is_as_accurate_as_products_one_by_one(counts: list[int]) -> None:
+def test_the_grouped_kernel_is_as_accurate_as_products_one_by_one(counts):
     kernel = results("cuda", torch.bfloat16, counts, in_loop=False)
     loop = results("cuda", torch.bfloat16, counts, in_loop=True)
     exact = results("cpu", torch.float64, counts, in_loop=True)

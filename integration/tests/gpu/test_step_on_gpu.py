@@ -30,7 +30,7 @@ def gradient(device: str, dtype: torch.dtype) -> torch.Tensor:
     return found.cpu()
 
 
-def test_gradients_on_a_gpu_are_as_accurate_as_on_the_cpu() -> None:
+def test_gradients_on_a_gpu_are_as_accurate_as_on_the_cpu():
     plain = gradient("cpu", torch.float32)
     exact = gradient("cpu", torch.float64)
     # TF32 is off by default, so both round at fp32; the factor is for the other order of sums.

@@ -81,10 +81,7 @@ class Steps:
 
 
 def tiny_config(
-    parallel: ParallelConfig | None = None,
-    *,
-    model: Mapping[str, Any] | None = None,
-    **train: Any,
+    parallel: ParallelConfig | None = None, *, model: Mapping[str, Any] | None = None, **train: Any
 ) -> Config:
     """The recipe `tiny` with some of its keys changed. Local.
 

@@ -117,7 +117,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_words(tmp_path_factory.mktemp("data"), documents=40)
 
 
-def test_tensors_pass_through_any_ranks(rank_pool: RankPool, data: Path, tmp_path: Path) -> None:
+def test_tensors_pass_through_any_ranks(rank_pool, data, tmp_path):
     """Each stage reads what the one before has written, and writes it again."""
     first = train_on(rank_pool, ON_TWO["tp2"], tmp_path, data, until=3)
     averages = {n: t for n, t in first["tensors"].items() if n.startswith("optimizer.")}
@@ -140,9 +140,7 @@ def assert_fused_weights_in_pieces(saved: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp2+sequence"])
-def test_what_both_ranks_hold_is_written_once(
-    rank_pool: RankPool, data: Path, tmp_path: Path, name: str
-) -> None:
+def test_what_both_ranks_hold_is_written_once(rank_pool, data, tmp_path, name):
     parallel = ON_TWO[name]
     train_on(rank_pool, parallel, tmp_path, data, until=1)
     folder = checkpoints(tmp_path)[0].folder
@@ -172,9 +170,7 @@ def test_what_both_ranks_hold_is_written_once(
         pytest.param(ON_TWO["tp2+sequence"], id="tp2+sequence"),
     ],
 )
-def test_resuming_on_the_same_ranks_changes_no_bit(
-    rank_pool: RankPool, data: Path, tmp_path: Path, parallel: ParallelConfig
-) -> None:
+def test_resuming_on_the_same_ranks_changes_no_bit(rank_pool, data, tmp_path, parallel):
     through = train_on(rank_pool, parallel, tmp_path / "through", data, until=4)
     before = train_on(rank_pool, parallel, tmp_path / "stopped", data, until=2)
     after = train_on(rank_pool, parallel, tmp_path / "stopped", data, until=4)
@@ -183,18 +179,11 @@ def test_resuming_on_the_same_ranks_changes_no_bit(
     assert through["losses"][-1] < through["losses"][0] - 0.3
 
 
-def test_resuming_on_other_ranks_gives_the_same_losses(
-    rank_pool: RankPool, data: Path, tmp_path: Path
-) -> None:
+def test_resuming_on_other_ranks_gives_the_same_losses(rank_pool, data, tmp_path):
     """TP 2, one process, TP 1 beside TP 2, DP 2; in fp64 only rounding of 1e-16 is left."""
     through = train_on(rank_pool, ALONE, tmp_path / "a", data, until=4, dtype="float64")
     moving: list[float] = []
-    for parallel, until in (
-        (ON_TWO["tp2"], 1),
-        (ALONE, 2),
-        (UNEVEN, 3),
-        (ON_TWO["dp2"], 4),
-    ):
+    for parallel, until in ((ON_TWO["tp2"], 1), (ALONE, 2), (UNEVEN, 3), (ON_TWO["dp2"], 4)):
         stage = train_on(rank_pool, parallel, tmp_path / "b", data, until=until, dtype="float64")
         moving += stage["losses"]
     worst = max(abs(a - b) for a, b in zip(moving, through["losses"], strict=True))

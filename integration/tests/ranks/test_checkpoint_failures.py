@@ -39,7 +39,7 @@ def checkpoint_group() -> Iterator[Group]:
 
 
 @ranks(2)
-def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> None:
+def test_a_tensor_that_one_rank_misses_stops_both(rank, tmp_path):
     view = ShardView(torch.ones(4), ParamLayout(), 0)
     with checkpoint_group() as group:
         with Saver(tmp_path, group, keep=1, is_asynchronous=False) as saver:
@@ -54,7 +54,7 @@ def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> 
 
 
 @ranks(2, leaves="torch's archive writer keeps the frames of a write that failed")
-def test_a_disk_that_is_full(rank: int, tmp_path: Path) -> None:
+def test_a_disk_that_is_full(rank, tmp_path):
     """The operating system's own error, in the middle of a large tensor on one rank."""
     generator = torch.Generator().manual_seed(rank)
     layout = Layout.even(2 << 18, 2)
@@ -90,7 +90,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @ranks(2)
-def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, name: str, tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all(rank, name, tmp_path):
     where, owner, attribute = FAILURES[name]
     views = {"x": ShardView(torch.ones(4), ParamLayout(), 0)}
     with checkpoint_group() as group:
@@ -141,7 +141,7 @@ REFUSED = {
 
 
 @ranks(2)
-def test_a_checkpoint_of_another_run_is_refused_on_every_rank(rank: int, finished: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused_on_every_rank(rank, finished):
     before = contents(finished / "run")
     for overrides, message in REFUSED.items():
         with pytest.raises(ConfigError, match=message):
@@ -162,9 +162,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 
 @ranks(2)
-def test_another_corpus_is_refused_and_the_run_goes_on_with_its_own(
-    rank: int, copied: Path, finished: Path
-) -> None:
+def test_another_corpus_is_refused_and_the_run_goes_on_with_its_own(rank, copied, finished):
     before = contents(copied)
     # The first rank reads the text, and so finds it.
     kind = PeerError if rank else ConfigError
@@ -213,7 +211,7 @@ def damage(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name not in FOUND_ON_RANKS])
-def test_a_damaged_checkpoint_is_named(name: str, copied: Path) -> None:
+def test_a_damaged_checkpoint_is_named(name, copied):
     folder = newest(copied).folder
     damage(name, folder)
     with pytest.raises(ConfigError, match=DAMAGES[name][2]) as caught:
@@ -223,7 +221,7 @@ def test_a_damaged_checkpoint_is_named(name: str, copied: Path) -> None:
 
 @pytest.mark.parametrize("name", FOUND_ON_RANKS)
 @ranks(2)
-def test_a_damaged_checkpoint_is_named_on_every_rank(rank: int, name: str, copied: Path) -> None:
+def test_a_damaged_checkpoint_is_named_on_every_rank(rank, name, copied):
     checkpoint = newest(copied)
     with checkpoint_group() as group:
         if rank == 0:
@@ -237,7 +235,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(rank: int, name: str, copie
     assert "Error: checkpoint" in str(caught.value) or isinstance(caught.value, ConfigError)
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(copied: Path) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(copied):
     """Its step counts the batches and the updates, so the run would silently be another one."""
     found = newest(copied).folder
     found.rename(found.with_name("step-00000005"))
@@ -246,7 +244,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(copied: Path) ->
 
 
 @ranks(2)
-def test_damaged_metrics_stop_both_ranks_before_the_first_step(rank: int, copied: Path) -> None:
+def test_damaged_metrics_stop_both_ranks_before_the_first_step(rank, copied):
     with checkpoint_group() as group:
         if rank == 0:
             (copied / "metrics.jsonl").write_text("no row\n")
@@ -257,7 +255,7 @@ def test_damaged_metrics_stop_both_ranks_before_the_first_step(rank: int, copied
     assert type(caught.value).__name__ == kind
 
 
-def test_the_configuration_may_change_in_what_decides_no_weights(copied: Path) -> None:
+def test_the_configuration_may_change_in_what_decides_no_weights(copied):
     overrides = ["train.steps=6", "train.dtype=bf16", "checkpoint.keep=1", "train.eval_every=end"]
     train(copied, *overrides)
     assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6]
@@ -265,7 +263,7 @@ def test_the_configuration_may_change_in_what_decides_no_weights(copied: Path) -
 
 
 @ranks(2)
-def test_damage_offers_the_checkpoint_before_that_is_whole(rank: int, copied: Path) -> None:
+def test_damage_offers_the_checkpoint_before_that_is_whole(rank, copied):
     with checkpoint_group() as group:
         if rank == 0:
             zero(newest(copied).folder / "__0_0.distcp", 4000)

@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from integration_support.short_runs import (
-    open_trainer,
-    tiny_config,
-    train_steps,
-    worst_difference,
-)
+from integration_support.short_runs import open_trainer, tiny_config, train_steps, worst_difference
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.testing import RankPool, ranks
 from pcomm.integration.checkpoint.folders import checkpoints, newest
@@ -66,9 +61,7 @@ def whole(folder: Path, run_dir: Path) -> dict[str, Tensor]:
     return {name: view.tensor for name, view in views.items()}
 
 
-def test_one_process_reads_what_it_would_have_trained(
-    whole: dict[str, Tensor], run_dir: Path
-) -> None:
+def test_one_process_reads_what_it_would_have_trained(whole, run_dir):
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
     worst, name = worst_difference(alone.views, whole)
     assert worst < 1e-9, name
@@ -86,15 +79,13 @@ def test_one_process_reads_what_it_would_have_trained(
     ids=["dp2 ep2", "dp2", "tp2 ep2", "tp2+sequence"],
 )
 @ranks(2)
-def test_two_ranks_read_their_parts(
-    rank: int, parallel: ParallelConfig, folder: Path, run_dir: Path, whole: dict[str, Tensor]
-) -> None:
+def test_two_ranks_read_their_parts(rank, parallel, folder, run_dir, whole):
     views = read_back(parallel, folder, run_dir)
     worst, name = worst_difference(views, whole)
     assert worst == 0, name
 
 
-def test_every_expert_is_written_once(folder: Path) -> None:
+def test_every_expert_is_written_once(folder):
     metadata = pickle.loads((checkpoints(folder)[0].folder / ".metadata").read_bytes())
     for name in (
         "model.blocks.0.mlp.experts.gate_up",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def assert_as_alone(parallel: ParallelConfig, kind: str, run_dir: Path, single: 
     assert worst <= 1e-9, f"{name} is off by {worst:.2e}"
 
 
-def test_the_models_differ_and_learn(single: dict) -> None:
+def test_the_models_differ_and_learn(single):
     """Otherwise equal numbers would say little."""
     losses = [rows[-1][0] for rows, _ in single.values()]
     assert len(set(losses)) == len(MODELS)
@@ -108,13 +109,13 @@ def divisions(of: dict[str, ParallelConfig]) -> list[Any]:
 
 @pytest.mark.parametrize("parallel", divisions(ON_TWO))
 @ranks(2)
-def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+def test_two_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, "all", run_dir, single)
 
 
 @pytest.mark.parametrize("parallel", divisions(ON_FOUR))
 @ranks(4)
-def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+def test_four_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, "all", run_dir, single)
 
 
@@ -123,12 +124,12 @@ def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: 
     [("every second", "tp2 ep2"), ("hybrid", "cp2 ep2"), ("no balance loss", "dp2 ep2")],
 )
 @ranks(2)
-def test_other_models(rank: int, name: str, kind: str, run_dir: Path, single: dict) -> None:
+def test_other_models(rank, name, kind, run_dir, single):
     assert_as_alone(ON_TWO[name], kind, run_dir, single)
 
 
 @ranks(2)
-def test_first_weights_are_parts_of_the_same_ones(rank: int, run_dir: Path, single: dict) -> None:
+def test_first_weights_are_parts_of_the_same_ones(rank, run_dir, single):
     """After no step at all, and not only equal in their effect."""
     whole = run(ParallelConfig(dp=2), "all", run_dir, 0)
     mine = run(ParallelConfig(dp=2, ep=2), "all", run_dir, 0)
@@ -138,7 +139,7 @@ def test_first_weights_are_parts_of_the_same_ones(rank: int, run_dir: Path, sing
 
 
 @ranks(2)
-def test_scopes_name_the_groups_of_every_parameter(rank: int, run_dir: Path) -> None:
+def test_scopes_name_the_groups_of_every_parameter(rank, run_dir):
     for parallel, sizes in (
         (ParallelConfig(dp=2, ep=2), {"": (None, 2), "expert": (2, 1)}),
         (ParallelConfig(dp=2), {"": (None, 2), "expert": (1, 2)}),
@@ -156,7 +157,7 @@ def test_scopes_name_the_groups_of_every_parameter(rank: int, run_dir: Path) -> 
 
 
 @ranks(2)
-def test_a_model_without_experts_opens_no_groups_for_them(rank: int, run_dir: Path) -> None:
+def test_a_model_without_experts_opens_no_groups_for_them(rank, run_dir):
     asked = tiny_config(ParallelConfig(dp=2))
     with open_trainer(asked, run_dir, torch.float32) as trainer:
         keys = {str(key) for key in trainer.groups}
@@ -203,12 +204,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("name", BREAKS)
 @ranks(2)
-def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: dict) -> None:
+def test_a_broken_piece_is_noticed(rank, name, run_dir, single):
     owner, attribute, broken, parallel = BREAKS[name]
-    whole = owner.__dict__[attribute]
-    setattr(owner, attribute, broken)
-    try:
-        with pytest.raises(AssertionError, match="off by"):
-            assert_as_alone(ON_TWO[parallel], "all", run_dir, single)
-    finally:
-        setattr(owner, attribute, whole)
+    with patch.object(owner, attribute, broken), pytest.raises(AssertionError, match="off by"):
+        assert_as_alone(ON_TWO[parallel], "all", run_dir, single)

@@ -124,7 +124,7 @@ def train_dense() -> tuple[dict[str, nn.Parameter], list[float]]:
     return dict(model.named_parameters()), norms
 
 
-def test_a_llama_trains_on_as_one_process_would_when_a_rank_is_killed() -> None:
+def test_a_llama_trains_on_as_one_process_would_when_a_rank_is_killed():
     with ResilientRanks(4, preload=PRELOAD) as ranks:
         ranks.start(train)
         reports = ranks.wait(timeout_s=scaled_s(60.0))

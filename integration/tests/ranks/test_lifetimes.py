@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_nothing_lives_on_after_training(rank: int, kind: str, run_dir: Path) -> None:
+def test_nothing_lives_on_after_training(rank, kind, run_dir):
     # Each rank connects to the other once, which makes torch's own threads.
     dist.barrier()
     before = Living.now()
@@ -62,7 +61,7 @@ def test_nothing_lives_on_after_training(rank: int, kind: str, run_dir: Path) ->
 
 
 @ranks(2)
-def test_nothing_lives_on_after_a_whole_run(rank: int, run_dir: Path, tmp_path: Path) -> None:
+def test_nothing_lives_on_after_a_whole_run(rank, run_dir, tmp_path):
     """With checkpoints, metrics, evaluation and a trace."""
     data = dataclasses.replace(recipes.tiny().data, path=(str(run_dir / "text" / "*.txt"),))
     whole = dataclasses.replace(KINDS["replicas"], data=data)
@@ -78,7 +77,7 @@ def test_nothing_lives_on_after_a_whole_run(rank: int, run_dir: Path, tmp_path: 
 
 
 @ranks(2)
-def test_closed_groups_let_go_of_a_model_that_is_still_there(rank: int) -> None:
+def test_closed_groups_let_go_of_a_model_that_is_still_there(rank):
     dist.barrier()
     before = Living.now()
     with connect() as world:
@@ -98,7 +97,7 @@ def test_closed_groups_let_go_of_a_model_that_is_still_there(rank: int) -> None:
 
 
 @ranks(2)
-def test_groups_that_stay_open_do_not_keep_a_model(rank: int) -> None:
+def test_groups_that_stay_open_do_not_keep_a_model(rank):
     with connect() as world:
         resolved = validate(KINDS["replicas"], world.size)
         with open_run_groups(resolved, world) as groups:

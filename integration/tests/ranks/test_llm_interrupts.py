@@ -91,9 +91,7 @@ SOME, MORE = (3, 11), pytest.param((2, 5), id="more", marks=pytest.mark.soak)
 
 @pytest.mark.parametrize("strides", [pytest.param(SOME, id="some"), MORE])
 @pytest.mark.parametrize("begins", [False, True], ids=["goes on", "begins"])
-def test_a_ctrl_c_at_any_call_costs_another_stream_no_token_and_repeats_none(
-    begins: bool, strides: tuple[int, int], llm: LLM
-) -> None:
+def test_a_ctrl_c_at_any_call_costs_another_stream_no_token_and_repeats_none(begins, strides, llm):
     (expected,) = llm.generate("word2", SHORT)
     num_interrupts = 0
     stride = strides[llm._on_ranks is not None]
@@ -121,7 +119,7 @@ def test_a_ctrl_c_at_any_call_costs_another_stream_no_token_and_repeats_none(
     assert num_interrupts > 5
 
 
-def test_a_ctrl_c_within_generate_leaves_the_llm_as_it_was(llm: LLM) -> None:
+def test_a_ctrl_c_within_generate_leaves_the_llm_as_it_was(llm):
     expected = [one.token_ids for one in llm.generate(["word1", "word2"], SHORT)]
     num_interrupts = 0
     for place in range(1, 10**4, 41):
@@ -142,8 +140,8 @@ def test_a_ctrl_c_within_generate_leaves_the_llm_as_it_was(llm: LLM) -> None:
 
 
 def test_outputs_that_an_interrupt_keeps_from_their_streams_come_with_the_next_step(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llm, monkeypatch
+):
     (expected,) = llm.generate("word2", GREEDY)
     first, second = llm.stream("word1", LONG), llm.stream("word2", GREEDY)
     tokens = [*next(second).token_ids]
@@ -161,9 +159,7 @@ def test_outputs_that_an_interrupt_keeps_from_their_streams_come_with_the_next_s
     assert is_idle(llm)
 
 
-def test_a_second_thread_is_refused_and_the_first_one_goes_on(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_thread_is_refused_and_the_first_one_goes_on(llm, monkeypatch):
     (expected,) = llm.generate("word1", GREEDY)
     dropped = llm.stream("word2", LONG)
     next(dropped)

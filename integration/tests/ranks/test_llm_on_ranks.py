@@ -86,7 +86,7 @@ def is_idle(llm: LLM) -> bool:
     return uses == (0, 0, 0, 0)
 
 
-def test_two_ranks_write_the_texts_of_one(run: Path) -> None:
+def test_two_ranks_write_the_texts_of_one(run):
     """In one process at the same time, with drafts, cached prefixes, grammars and preemption."""
     options = {**OPTIONS, "max_batch_tokens": 8, "speculative_tokens": 2}
     with LLM(run, **options) as one, LLM(run, ranks=2, **options) as two:
@@ -115,9 +115,7 @@ def test_two_ranks_write_the_texts_of_one(run: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["alone", "llm"])
-def test_streams_end_aborted_closed_or_dropped_and_their_memory_is_free(
-    place: str, request: pytest.FixtureRequest
-) -> None:
+def test_streams_end_aborted_closed_or_dropped_and_their_memory_is_free(place, request):
     llm: LLM = request.getfixturevalue(place)
     (expected,) = llm.generate("word1", GREEDY)
     aborted = llm.stream("word1", LONG, request_id="mine")
@@ -135,7 +133,7 @@ def test_streams_end_aborted_closed_or_dropped_and_their_memory_is_free(
     assert "".join(delta.text for delta in deltas) == expected.text
 
 
-def test_what_cannot_be_added_is_the_error_of_one_rank(llm: LLM) -> None:
+def test_what_cannot_be_added_is_the_error_of_one_rank(llm):
     for prompt, params, words in (
         ([1, 320], GREEDY, "320"),
         ("word1 " * 200, GREEDY, "max_model_len is 96"),
@@ -147,9 +145,7 @@ def test_what_cannot_be_added_is_the_error_of_one_rank(llm: LLM) -> None:
     assert llm.failure == ""
 
 
-def test_an_interrupt_while_ranks_compute_loses_no_token(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_ranks_compute_loses_no_token(llm, monkeypatch):
     (expected,) = llm.generate("word1", GREEDY)
     wait, calls = local_ranks.connection.wait, [0]
 
@@ -180,7 +176,7 @@ def test_an_interrupt_while_ranks_compute_loses_no_token(
     assert is_idle(llm)
 
 
-def test_what_a_closed_one_had_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_closed_one_had_is_gone(run, monkeypatch):
     folders: list[str] = []
     make = LocalRanks.__init__
 
@@ -258,9 +254,7 @@ def failing(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
         yield found
 
 
-def test_a_step_that_fails_on_all_ranks_ends_the_request_it_fails_for(
-    failing: LLM, llm: LLM
-) -> None:
+def test_a_step_that_fails_on_all_ranks_ends_the_request_it_fails_for(failing, llm):
     prompts = [[5, 6], [7, 301, 8], [11]]
     expected = llm.generate([prompts[0], prompts[2]], GREEDY)
     # The model writes no token that is poison.
@@ -285,12 +279,8 @@ def test_a_step_that_fails_on_all_ranks_ends_the_request_it_fails_for(
     ],
 )
 def test_ranks_that_no_longer_do_the_same_are_an_error_of_the_caller(
-    failing: LLM,
-    poison: int,
-    kind: type[Exception],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    failing, poison, kind, words, monkeypatch
+):
     monkeypatch.setattr(local_ranks, "_ANSWER_GRACE_S", 0.2)
     monkeypatch.setattr(engine_on_ranks, "_MEETING_S", 0.2)
     stream = failing.stream([5], LONG)
@@ -307,9 +297,7 @@ def test_ranks_that_no_longer_do_the_same_are_an_error_of_the_caller(
         failing.generate("word1")
 
 
-def test_a_rank_that_is_killed_while_idle_is_told_at_once_and_disturbs_no_other_model(
-    llm: LLM, run: Path
-) -> None:
+def test_a_rank_that_is_killed_while_idle_is_told_at_once_and_disturbs_no_other_model(llm, run):
     (expected,) = llm.generate("word1", GREEDY)
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
@@ -324,7 +312,7 @@ def test_a_rank_that_is_killed_while_idle_is_told_at_once_and_disturbs_no_other_
     assert llm.generate("word1", GREEDY)[0].token_ids == expected.token_ids
 
 
-def test_health_of_a_server_tells_that_a_rank_has_died(run: Path) -> None:
+def test_health_of_a_server_tells_that_a_rank_has_died(run):
     httpx = pytest.importorskip("httpx2")
     pytest.importorskip("uvicorn")
     from integration_support.live_server import LiveServer
@@ -369,13 +357,8 @@ def test_health_of_a_server_tells_that_a_rank_has_died(run: Path) -> None:
     ],
 )
 def test_a_number_of_ranks_that_cannot_be_is_an_error_before_any_is_started(
-    command: str,
-    number: int,
-    words: str,
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    command, number, words, run, monkeypatch, capsys
+):
     monkeypatch.setattr(LocalRanks, "__init__", lambda *_, **__: pytest.fail("ranks are started"))
     port = ["--port", "0"] if command == "serve" else []
     assert main([command, str(run), "--ranks", str(number), *port]) == 2
@@ -385,7 +368,7 @@ def test_a_number_of_ranks_that_cannot_be_is_an_error_before_any_is_started(
     assert "Traceback" not in printed.err
 
 
-def test_ranks_and_a_group_or_devices_that_are_not_there(run: Path) -> None:
+def test_ranks_and_a_group_or_devices_that_are_not_there(run):
     with pytest.raises(ConfigError, match="LLM: ranks and group"):
         LLM(run, ranks=2, group=_place(0))
     # Where the device is there, it is one for all ranks.
@@ -399,7 +382,7 @@ def test_ranks_and_a_group_or_devices_that_are_not_there(run: Path) -> None:
 
 
 @ranks(2)
-def test_a_group_of_the_program_shares_a_model(rank: int, run: Path) -> None:
+def test_a_group_of_the_program_shares_a_model(rank, run):
     with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
         with LLM(run, **OPTIONS) as alone:
             expected = alone.generate(["word1", "word2 word3"], GREEDY)
@@ -411,7 +394,7 @@ def test_a_group_of_the_program_shares_a_model(rank: int, run: Path) -> None:
 
 
 @ranks(2)
-def test_pcomm_generate_on_the_ranks_of_a_launcher_writes_one_text(rank: int, run: Path) -> None:
+def test_pcomm_generate_on_the_ranks_of_a_launcher_writes_one_text(rank, run):
     words = ["--prompt", "word1", "--max-tokens", "6", "--temperature", "0", "--json"]
     with redirect_stdout(io.StringIO()) as printed:
         assert main(["generate", str(run), *words]) == 0
@@ -442,9 +425,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def test_a_rank_allocates_its_share_of_the_weights_and_no_more(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_allocates_its_share_of_the_weights_and_no_more(run, monkeypatch):
     whole = load_model(run).model
     own = [load_model(run, group=_place(rank)).model.state_dict() for rank in range(2)]
     for name, parameter in whole.state_dict().items():

@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @ranks(2)
-def test_tokens_are_those_of_torch_distributed(rank: int, run: Path) -> None:
+def test_tokens_are_those_of_torch_distributed(rank, run):
     from nvls_support.emulation import emulate
 
     emulate()
@@ -94,9 +94,7 @@ class Installed:
     def __call__(self) -> None: ...
 
 
-def test_ranks_of_an_llm_take_what_is_installed(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_an_llm_take_what_is_installed(run, tmp_path, monkeypatch):
     with LLM(run, **OPTIONS) as alone:
         expected = alone.generate(PROMPTS, GREEDY)
     monkeypatch.setattr(engine_on_ranks, "serve_engine", Installed(tmp_path))
@@ -107,9 +105,7 @@ def test_ranks_of_an_llm_take_what_is_installed(
     assert counts[0] == counts[1] >= LAUNCHES
 
 
-def test_on_a_cpu_nothing_is_looked_for_and_nothing_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_cpu_nothing_is_looked_for_and_nothing_is_imported(monkeypatch):
     found: list[EntryPoint] = []
     asked: list[str] = []
 

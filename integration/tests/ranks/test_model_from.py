@@ -15,7 +15,7 @@ from integration_support.huggingface_directories import write_directory, write_t
 from integration_support.short_runs import train_quietly, write_words
 from pcomm.core.cli import main
 from pcomm.core.errors import ConfigError, PcommError
-from pcomm.core.testing import RankPool, ranks
+from pcomm.core.testing import ranks
 from pcomm.integration.commands.conversion import directory_to_run, run_to_directory
 from pcomm.integration.config.toml import apply_overrides, load_config
 from pcomm.integration.huggingface.model_from import start_config
@@ -91,9 +91,7 @@ def start_on_two_ranks(
     [["parallel.tp=2", "parallel.ep=2"], ["parallel.data=shard", "parallel.ep=2"]],
     ids=["tp and ep", "shards and ep"],
 )
-def test_weights_reach_every_rank_and_come_back(
-    keys: list[str], directory: Path, text: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
+def test_weights_reach_every_rank_and_come_back(keys, directory, text, tmp_path, rank_pool):
     start_on_two_ranks(
         rank_pool=rank_pool, directory=directory, text=text, run_dir=tmp_path / "run", keys=keys
     )
@@ -104,9 +102,7 @@ def test_weights_reach_every_rank_and_come_back(
         assert (tmp_path / "out" / name).read_text() == (directory / name).read_text()
 
 
-def test_a_run_goes_on_when_the_directory_is_gone(
-    directory: Path, text: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_when_the_directory_is_gone(directory, text, tmp_path):
     source, run = tmp_path / "source", tmp_path / "run"
     shutil.copytree(directory, source)
     start = f"model.from={source}"
@@ -120,9 +116,7 @@ def test_a_run_goes_on_when_the_directory_is_gone(
     assert not (tmp_path / "another").exists()
 
 
-def test_a_converted_directory_is_a_run_of_no_steps(
-    directory: Path, text: str, tmp_path: Path
-) -> None:
+def test_a_converted_directory_is_a_run_of_no_steps(directory, text, tmp_path):
     run = tmp_path / "run"
     assert directory_to_run(directory, run) == "qwen3_next"
     run_to_directory(run, tmp_path / "unchanged")
@@ -140,9 +134,7 @@ def test_a_converted_directory_is_a_run_of_no_steps(
         train_quietly(apply_overrides(config, ["train.seed=6"]), run)
 
 
-def test_a_refused_restart_leaves_tokenizer_and_settings(
-    directory: Path, text: str, tmp_path: Path
-) -> None:
+def test_a_refused_restart_leaves_tokenizer_and_settings(directory, text, tmp_path):
     """And a run that begins anew without a directory forgets the one that was there."""
     run, other = tmp_path / "run", tmp_path / "other"
     train(run, text, f"model.from={directory}")
@@ -168,7 +160,7 @@ def test_a_refused_restart_leaves_tokenizer_and_settings(
     assert run_to_directory(run, tmp_path / "out") == "llama"
 
 
-def test_training_changes_the_weights(directory: Path, text: str, tmp_path: Path) -> None:
+def test_training_changes_the_weights(directory, text, tmp_path):
     """The comparisons above can fail."""
     train(
         tmp_path / "run",
@@ -190,9 +182,7 @@ def test_training_changes_the_weights(directory: Path, text: str, tmp_path: Path
         ("data.vocabulary=512", "data.vocabulary is 512, and theirs is 300"),
     ],
 )
-def test_a_key_that_contradicts_is_an_error(
-    override: str, part: str, directory: Path, text: str, tmp_path: Path
-) -> None:
+def test_a_key_that_contradicts_is_an_error(override, part, directory, text, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.from") as raised:
         train(tmp_path / "run", text, f"model.from={directory}", override)
     assert part in str(raised.value)
@@ -200,9 +190,7 @@ def test_a_key_that_contradicts_is_an_error(
 
 
 @pytest.mark.parametrize("key", ["model.layers=4", "model.qk_norm=false", "data.vocabulary=2048"])
-def test_a_default_that_was_written_counts_for_the_command(
-    key: str, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_default_that_was_written_counts_for_the_command(key, directory, tmp_path, capsys):
     """`pcomm train` knows what was written; a `Config` in Python knows values alone."""
     file = tmp_path / "run.toml"
     file.write_text(f"[model]\nfrom = '{directory}'\nkv_heads = 'auto'\n")
@@ -212,7 +200,7 @@ def test_a_default_that_was_written_counts_for_the_command(
     assert not (tmp_path / "run").exists()
 
 
-def test_keys_that_agree_are_taken(directory: Path, tmp_path: Path) -> None:
+def test_keys_that_agree_are_taken(directory, tmp_path):
     keys = [f"model.from={directory}", "model.width=48", "model.init_std=0.5", "model.kv_heads=2"]
     config = start_config(apply_overrides(load_config(), keys), tmp_path)
     assert (config.model.layers, config.model.pattern, config.model.init_std) == (2, "GA", 0.5)
@@ -245,8 +233,8 @@ def refuse_on_two_ranks(rank: int, source: Path, text: str, run_dir: Path, part:
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_directory_that_no_run_can_start_from_is_refused_on_all_ranks(
-    name: str, directory: Path, text: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
+    name, directory, text, tmp_path, rank_pool
+):
     source = tmp_path / "source"
     shutil.copytree(directory, source)
     SPOILT[name](source)

@@ -12,12 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from integration_support.short_runs import (
-    open_trainer,
-    prepare_words,
-    run_words,
-    tiny_config,
-)
+from integration_support.short_runs import open_trainer, prepare_words, run_words, tiny_config
 from pcomm.core import connect
 from pcomm.core.testing import ranks
 from pcomm.integration.checkpoint.folders import checkpoints, newest
@@ -72,7 +67,7 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(2)
-def test_what_one_rank_has_stops_the_update_of_all(rank: int, layout: str, run_dir: Path) -> None:
+def test_what_one_rank_has_stops_the_update_of_all(rank, layout, run_dir):
     name = LAYOUTS[layout][2]
     with open_trainer(config(layout), run_dir, torch.float32) as trainer:
         assert trainer.step(0).is_finite
@@ -93,9 +88,7 @@ def test_what_one_rank_has_stops_the_update_of_all(rank: int, layout: str, run_d
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(2)
-def test_a_skipped_step_leaves_no_trace_and_its_gradient_is_named(
-    rank: int, layout: str, run_dir: Path
-) -> None:
+def test_a_skipped_step_leaves_no_trace_and_its_gradient_is_named(rank, layout, run_dir):
     """The oracle is the same run, which never heard of that step."""
     left, culprit = [], None
     for indices in ((0, 1, 2), (0, 2)):
@@ -113,7 +106,7 @@ def test_a_skipped_step_leaves_no_trace_and_its_gradient_is_named(
 
 
 @ranks(2)
-def test_a_gradient_is_named_as_backward_meets_it(rank: int, run_dir: Path) -> None:
+def test_a_gradient_is_named_as_backward_meets_it(rank, run_dir):
     # Split layers, whose parameters are no shards: those refuse hooks of others.
     with open_trainer(config("tp"), run_dir, torch.float32) as trainer:
         parameters = dict(trainer.model.named_parameters())
@@ -127,7 +120,7 @@ def test_a_gradient_is_named_as_backward_meets_it(rank: int, run_dir: Path) -> N
     assert culprit == "the gradient of blocks.1.mixer.qkv.weight on rank 0"
 
 
-def test_numbers_whose_sum_overflows_are_finite() -> None:
+def test_numbers_whose_sum_overflows_are_finite():
     assert is_finite(torch.tensor([3e38, 3e38]))
     assert not is_finite(torch.tensor([math.inf, -math.inf]))
     assert not is_finite(torch.tensor([1.0, math.nan]))
@@ -152,9 +145,7 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
 
 
 @ranks(2)
-def test_a_run_stops_and_names_the_last_good_checkpoint(
-    rank: int, text: str, tmp_path: Path
-) -> None:
+def test_a_run_stops_and_names_the_last_good_checkpoint(rank, text, tmp_path):
     run = tmp_path / "run"
     expected = rf"train: step 5: loss nan, .*rank \d\n.*\n.*last good checkpoint, {run}.* step 4;"
     with nan_in(4, rank=1), pytest.raises(NotFiniteError, match=expected):
@@ -164,7 +155,7 @@ def test_a_run_stops_and_names_the_last_good_checkpoint(
     assert train(text, run).steps == 6
 
 
-def test_skipped_steps_are_counted_over_starts(text: str, tmp_path: Path) -> None:
+def test_skipped_steps_are_counted_over_starts(text, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     keys = ["train.on_nan=skip", "train.schedule=constant", "train.eval_every=none"]
     with nan_in(1, rank=0):
@@ -179,13 +170,13 @@ def test_skipped_steps_are_counted_over_starts(text: str, tmp_path: Path) -> Non
     assert [[row["loss"], row["grad_norm"]] for row in rows(halves)] == key
 
 
-def test_too_many_skipped_steps_end_the_run(text: str, tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_the_run(text, tmp_path):
     options = ["train.on_nan=skip", "train.skip_limit=2"]
     with nan_in(1, 3, 4, rank=0), pytest.raises(NotFiniteError, match="step 5: 2 skipped steps"):
         train(text, tmp_path, *options)
 
 
-def test_weights_that_are_not_finite_replace_no_checkpoint(text: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_replace_no_checkpoint(text, tmp_path):
     """The update of the last step overflows: its loss and its gradient were fine."""
     train(text, tmp_path, "checkpoint.keep=1", "train.steps=4")
     options = ["checkpoint.keep=1", "train.learning_rate=1e38", "train.weight_decay=100"]

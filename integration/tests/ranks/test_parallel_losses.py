@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def single_long(run_dir: Path) -> Runs:
     return alone(run_dir, SINGLE_LONG)
 
 
-def test_training_learns_something(single: Runs) -> None:
+def test_training_learns_something(single):
     """Otherwise equal losses would say little."""
     rows = single["A", FP64]
     assert rows[-1][0] < rows[0][0] - 1.0
@@ -119,59 +120,37 @@ def assert_as_alone(
     assert worst <= allowed, f"off by {worst:.2e}, allowed are {allowed:.2e}"
 
 
-@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+DIVISIONS = {**ON_TWO, **ON_FOUR, **ON_TWO_CONTEXT, **ON_FOUR_CONTEXT}
+RUNS_ON_TWO = [
+    *((name, FP64, "A") for name in ON_TWO),
+    *((name, FP64, "GM") for name in ("dp2", "tp2+sequence")),
+    *((name, FP64, MIXED) for name in ON_TWO_CONTEXT),
+    ("cp2 auto", FP32, MIXED),
+]
+RUNS_ON_FOUR = [
+    *((name, FP64, "A") for name in ON_FOUR),
+    *((name, FP64, MIXED) for name in ON_FOUR_CONTEXT),
+    ("tp2+sequence x dp2", FP32, "A"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "pattern"), RUNS_ON_TWO, ids=str)
 @ranks(2)
-def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs) -> None:
-    assert_as_alone(parallel, run_dir, single)
+def test_two_ranks(rank, name, dtype, pattern, run_dir, single):
+    assert_as_alone(DIVISIONS[name], run_dir, single, dtype, pattern)
 
 
-@pytest.mark.parametrize("parallel", [ON_TWO["dp2"], ON_TWO["tp2+sequence"]], ids=["dp", "tp"])
-@ranks(2)
-def test_recurrent_mixers_on_two_ranks(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
-) -> None:
-    assert_as_alone(parallel, run_dir, single, pattern="GM")
-
-
-@pytest.mark.parametrize("parallel", ON_TWO_CONTEXT.values(), ids=ON_TWO_CONTEXT)
-@ranks(2)
-def test_two_ranks_share_sequences(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
-) -> None:
-    assert_as_alone(parallel, run_dir, single, pattern=MIXED)
-
-
-@ranks(2)
-def test_two_ranks_share_sequences_in_fp32(rank: int, run_dir: Path, single: Runs) -> None:
-    assert_as_alone(ParallelConfig(cp=2), run_dir, single, FP32, MIXED)
-
-
-@pytest.mark.parametrize("parallel", ON_FOUR_CONTEXT.values(), ids=ON_FOUR_CONTEXT)
+@pytest.mark.parametrize(("name", "dtype", "pattern"), RUNS_ON_FOUR, ids=str)
 @ranks(4)
-def test_four_ranks_share_sequences(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
-) -> None:
-    assert_as_alone(parallel, run_dir, single, pattern=MIXED)
-
-
-@pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
-@ranks(4)
-def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs) -> None:
-    assert_as_alone(parallel, run_dir, single)
-
-
-@ranks(4)
-def test_four_ranks_in_fp32(rank: int, run_dir: Path, single: Runs) -> None:
-    assert_as_alone(ON_FOUR["tp2+sequence x dp2"], run_dir, single, FP32)
+def test_four_ranks(rank, name, dtype, pattern, run_dir, single):
+    assert_as_alone(DIVISIONS[name], run_dir, single, dtype, pattern)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
-def test_long_runs_on_two_ranks(
-    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single_long: Runs
-) -> None:
+def test_long_runs_on_two_ranks(rank, parallel, dtype, run_dir, single_long):
     assert_as_alone(parallel, run_dir, single_long, dtype)
     assert_as_alone(parallel, run_dir, single_long, pattern="GM")
 
@@ -180,9 +159,7 @@ def test_long_runs_on_two_ranks(
 @pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
-def test_long_runs_on_four_ranks(
-    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single_long: Runs
-) -> None:
+def test_long_runs_on_four_ranks(rank, parallel, dtype, run_dir, single_long):
     assert_as_alone(parallel, run_dir, single_long, dtype)
 
 
@@ -190,71 +167,45 @@ def test_long_runs_on_four_ranks(
 @pytest.mark.parametrize("pattern", ["M", "G", "GGGA"])
 @pytest.mark.parametrize("parallel", ON_TWO_CONTEXT.values(), ids=ON_TWO_CONTEXT)
 @ranks(2)
-def test_two_ranks_share_sequences_of_other_models(
-    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single_long: Runs
-) -> None:
+def test_two_ranks_share_sequences_of_other_models(rank, parallel, pattern, run_dir, single_long):
     """The cheapest strategy depends on all mixers of a model."""
     assert_as_alone(parallel, run_dir, single_long, pattern=pattern)
 
 
 def skip_partial_sum(model: object, collectives: object) -> None:
-    """A broken piece: norms under sequence parallelism keep each rank's own gradient."""
+    """Norms under sequence parallelism keep each rank's own gradient."""
 
 
 def local_norm(sharded: Sharded, layouts: object, tensor_parallel: object) -> torch.Tensor:
-    """A broken piece: every rank clips by the norm of its own part."""
+    """Every rank clips by the norm of its own part."""
     return sharded.grad_norm()
 
 
-MUTANTS = {
-    "partial gradients not summed": ("sum_partial_gradients", skip_partial_sum, "tp2+sequence"),
-    "norm of one rank's part": ("global_norm", local_norm, "tp2"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-@ranks(2)
-def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: Runs) -> None:
-    attribute, broken, parallel = MUTANTS[name]
-    whole = getattr(replicas, attribute)
-    setattr(replicas, attribute, broken)
-    try:
-        with pytest.raises(AssertionError, match="off by"):
-            assert_as_alone(ON_TWO[parallel], run_dir, single)
-    finally:
-        setattr(replicas, attribute, whole)
-
-
 def drop_states(plan: Plan, spec: Spec, summary: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A broken piece: sequences that go on on another rank begin anew there."""
+    """Sequences that go on on another rank begin anew there."""
 
 
 def drop_halo(plan: Plan, spec: Spec, inputs: torch.Tensor) -> None:
-    """A broken piece: the convolution does not see what came before on another rank."""
+    """The convolution does not see what came before on another rank."""
 
 
 def count_from_zero(plan: Plan, spec: Spec, device: torch.device) -> torch.Tensor:
-    """A broken piece: each rank's tokens are counted from its first one."""
+    """Each rank's tokens are counted from its first one."""
     return torch.arange(plan.tokens.num_tokens) % plan.tokens.local_tokens
 
 
-CONTEXT_MUTANTS = {
-    "states": ("entry_states", drop_states, "cp2 state", "GM"),
-    "halo": ("conv_halo", drop_halo, "cp2 state", "M"),
-    "positions": ("positions_of", count_from_zero, "cp2 heads", "A"),
+BREAKS = {
+    "partial": (replicas, "sum_partial_gradients", skip_partial_sum, "tp2+sequence", "A"),
+    "norm": (replicas, "global_norm", local_norm, "tp2", "A"),
+    "states": (Plan, "entry_states", drop_states, "cp2 state", "GM"),
+    "halo": (Plan, "conv_halo", drop_halo, "cp2 state", "M"),
+    "positions": (Plan, "positions_of", count_from_zero, "cp2 heads", "A"),
 }
 
 
-@pytest.mark.parametrize("name", CONTEXT_MUTANTS)
+@pytest.mark.parametrize("name", BREAKS)
 @ranks(2)
-def test_a_plan_that_is_not_followed_is_noticed(
-    rank: int, name: str, run_dir: Path, single: Runs
-) -> None:
-    attribute, broken, parallel, pattern = CONTEXT_MUTANTS[name]
-    whole = getattr(Plan, attribute)
-    setattr(Plan, attribute, broken)
-    try:
-        with pytest.raises(AssertionError, match="off by"):
-            assert_as_alone(ON_TWO_CONTEXT[parallel], run_dir, single, pattern=pattern)
-    finally:
-        setattr(Plan, attribute, whole)
+def test_a_broken_piece_is_noticed(rank, name, run_dir, single):
+    owner, attribute, broken, parallel, pattern = BREAKS[name]
+    with patch.object(owner, attribute, broken), pytest.raises(AssertionError, match="off by"):
+        assert_as_alone(DIVISIONS[parallel], run_dir, single, pattern=pattern)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ UNITS = {
 
 @pytest.mark.parametrize("is_tied", UNITS, ids=["own head", "tied head"])
 @ranks(2)
-def test_a_step_sums_each_gradient_once(rank: int, is_tied: bool, run_dir: Path) -> None:
+def test_a_step_sums_each_gradient_once(rank, is_tied, run_dir):
     model = {"tie_embeddings": is_tied}
     # A rank's share of the batch is computed in two micro-batches.
     config = tiny_config(ParallelConfig(dp=2), model=model, micro_batch_tokens=64)

@@ -8,7 +8,7 @@ import io
 import json
 import signal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from integration_support.faulty_runs import Fault, faulty_rank
 from integration_support.short_runs import (
+    Steps,
     open_trainer,
     prepare_words,
     tiny_config,
@@ -23,7 +24,7 @@ from integration_support.short_runs import (
     worst_difference,
 )
 from pcomm.core.errors import ConfigError, PcommError, TopologyError, UnsupportedError
-from pcomm.core.process import ResilientRanks
+from pcomm.core.process import RankReport, ResilientRanks
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.saver import NotFiniteError
@@ -52,8 +53,42 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
-    run_dir = prepare_words(tmp_path, documents=40)
+def with_fault(number: int, asked: Config, run_dir: Path, fault: Fault) -> dict[int, RankReport]:
+    """How the ranks of a run with a fault have ended."""
+    with ResilientRanks(number, preload=PRELOAD) as processes:
+        processes.start(faulty_rank, (asked, run_dir, fault))
+        return processes.wait(timeout_s=scaled_s(PATIENCE_S))
+
+
+def last_step(run_dir: Path) -> int:
+    last = newest(run_dir)
+    assert last is not None
+    return last.step
+
+
+def assert_saved_as(alone: Steps, run_dir: Path) -> None:
+    """Fail unless the last checkpoint has the tensors of the run on one process."""
+    last = newest(run_dir)
+    assert last is not None
+    with open_trainer(config(ParallelConfig()), run_dir, torch.float64) as trainer:
+        views = trainer.shard_views()
+        read(last, views)
+        worst, where = worst_difference(views, alone.tensors)
+    assert worst <= 1e-12, where
+
+
+def assert_rows_as(alone: Steps, rows: list[dict[str, Any]]) -> None:
+    found = torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
+    expected = torch.tensor(alone.rows, dtype=torch.float64)
+    assert float((found - expected).abs().max()) <= 1e-12
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return prepare_words(tmp_path, documents=40)
+
+
+def test_a_rank_dies_in_backward_and_comes_back(run_dir):
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
     many = config(ParallelConfig(dp=2, tp=2))
     with ResilientRanks(4, preload=PRELOAD) as processes:
@@ -72,29 +107,16 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     ranks = [row["ranks"] for row in rows]
     assert ranks[:3] + ranks[4:] == [4, 4, 3, 4]
     assert [(row["tp.0"], row["tp.1"]) for row in rows] == [(n - 2, 2) for n in ranks]
-    found = torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
-    expected = torch.tensor(alone.rows, dtype=torch.float64)
-    assert float((found - expected).abs().max()) <= 1e-12
-    last = newest(run_dir)
-    assert last is not None
-    assert last.step == STEPS
-    with open_trainer(config(ParallelConfig()), run_dir, torch.float64) as trainer:
-        views = trainer.shard_views()
-        read(last, views)
-        worst, where = worst_difference(views, alone.tensors)
-    assert worst <= 1e-12, where
+    assert_rows_as(alone, rows)
+    assert last_step(run_dir) == STEPS
+    assert_saved_as(alone, run_dir)
 
 
-def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(run_dir):
     """Both groups along `cp` go on with the degree of the damaged one; rank 2 or 3 is idle."""
-    run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
-    with ResilientRanks(4, preload=PRELOAD) as processes:
-        many = config(ParallelConfig(cp=2, tp=2))
-        processes.start(faulty_rank, (many, run_dir, Fault(rank=1, step=2)))
-        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
+    many = config(ParallelConfig(cp=2, tp=2))
+    reports = with_fault(4, many, run_dir, Fault(rank=1, step=2))
     assert [rank for rank, report in reports.items() if report.has_finished] == [0, 2, 3], reports
     rows = rows_of(run_dir)
     assert [(row["step"], row["ranks"], row["tp.0"]) for row in rows] == [
@@ -102,62 +124,39 @@ def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(
         (2, 4, 2),
         *((step, 3, 1) for step in range(3, STEPS + 1)),
     ]
-    found = torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
-    expected = torch.tensor(alone.rows, dtype=torch.float64)
-    assert float((found - expected).abs().max()) <= 1e-12
+    assert_rows_as(alone, rows)
 
 
-def test_a_rank_along_cp_that_is_left_alone_saves_before_the_run_ends(tmp_path: Path) -> None:
-    run_dir = prepare_words(tmp_path, documents=40)
+def test_a_rank_along_cp_that_is_left_alone_saves_before_the_run_ends(run_dir):
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, 2)
     many = dataclasses.replace(
         config(ParallelConfig(cp=2)), checkpoint=CheckpointConfig(every="end")
     )
-    with ResilientRanks(2, preload=PRELOAD) as processes:
-        # The one that writes checkpoints, if both live.
-        processes.start(faulty_rank, (many, run_dir, Fault(rank=0, step=2)))
-        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
+    # The one that writes checkpoints, if both live.
+    reports = with_fault(2, many, run_dir, Fault(rank=0, step=2))
     assert isinstance(reports[1].error, TopologyError), reports[1]
-    last = newest(run_dir)
-    assert last is not None
-    assert last.step == 2
-    with open_trainer(config(ParallelConfig()), run_dir, torch.float64) as trainer:
-        views = trainer.shard_views()
-        read(last, views)
-        worst, where = worst_difference(views, alone.tensors)
-    assert worst <= 1e-12, where
+    assert last_step(run_dir) == 2
+    assert_saved_as(alone, run_dir)
 
 
-def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
-    tmp_path: Path,
-) -> None:
-    run_dir = prepare_words(tmp_path, documents=40)
+def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(run_dir):
     base = config(ParallelConfig(dp=2, tp=2))
     last_only = dataclasses.replace(
         base,
         checkpoint=CheckpointConfig(every="end"),
         train=dataclasses.replace(base.train, eval_every=STEPS),
     )
-    with ResilientRanks(4, preload=PRELOAD) as processes:
-        processes.start(faulty_rank, (last_only, run_dir, Fault(rank=1, step=STEPS)))
-        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
-    last = newest(run_dir)
+    reports = with_fault(4, last_only, run_dir, Fault(rank=1, step=STEPS))
     assert reports[1].reason == "killed by SIGKILL"
-    assert last is not None, reports[0]
-    assert last.step == STEPS
+    assert last_step(run_dir) == STEPS, reports[0]
     assert reports[0].result.bits_per_byte is not None
 
 
 @pytest.mark.parametrize("place", ["row", "commit"])
-def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(
-    place: Literal["row", "commit"], tmp_path: Path
-) -> None:
+def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(place, run_dir):
     """The rank that writes dies in between; or it alone hears of a failure after all are ready."""
-    run_dir = prepare_words(tmp_path, documents=40)
     fault = Fault(rank=0, step=2, place=place)
-    with ResilientRanks(2, preload=PRELOAD) as processes:
-        processes.start(faulty_rank, (config(ParallelConfig(dp=2)), run_dir, fault))
-        reports = processes.wait(timeout_s=120)
+    reports = with_fault(2, config(ParallelConfig(dp=2)), run_dir, fault)
     finished = [rank for rank, report in reports.items() if report.has_finished]
     assert finished == ([0, 1] if place == "commit" else [1]), reports
     rows = rows_of(run_dir)
@@ -166,13 +165,10 @@ def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_
     assert [row["generation"] for row in rows] == [0, 0, 0, 1, 1]
 
 
-def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(tmp_path: Path) -> None:
+def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(run_dir):
     """Without another replica, what the dead rank held comes from the checkpoint, if it has one."""
-    run_dir = prepare_words(tmp_path, documents=40)
-    with ResilientRanks(2, preload=PRELOAD) as processes:
-        fault = Fault(rank=1, step=3)
-        processes.start(faulty_rank, (config(ParallelConfig(tp=2)), run_dir, fault))
-        reports = processes.wait(timeout_s=120)
+    fault = Fault(rank=1, step=3)
+    reports = with_fault(2, config(ParallelConfig(tp=2)), run_dir, fault)
     assert reports[1].reason == "killed by SIGKILL"
     assert reports[0].has_finished, reports[0]
     rows = rows_of(run_dir)
@@ -181,9 +177,8 @@ def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(tmp_path: Path) 
     assert [row["tp.0"] for row in rows][2:] == [1] * 3
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(run_dir):
     """It would be the same in each generation, so the ranks do not meet for another attempt."""
-    run_dir = prepare_words(tmp_path, documents=40)
     base = config(ParallelConfig(dp=2))
     # The first step is finite, and what it makes of the weights overflows in the second one.
     far = dataclasses.replace(
@@ -191,28 +186,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(tmp_pa
         train=dataclasses.replace(base.train, learning_rate=1e300),
         checkpoint=CheckpointConfig(every=1),
     )
-    with ResilientRanks(2, preload=PRELOAD) as processes:
-        processes.start(faulty_rank, (far, run_dir, Fault(rank=0, step=STEPS)))
-        reports = processes.wait(timeout_s=120)
+    reports = with_fault(2, far, run_dir, Fault(rank=0, step=STEPS))
     for report in reports.values():
         assert isinstance(report.error, NotFiniteError), report
         assert report.error.asked == "train: step 2"
     rows = rows_of(run_dir)
     assert [(row["step"], row["generation"]) for row in rows] == [(1, 0)]
-    last = newest(run_dir)
-    assert last is not None
-    assert last.step == 1
+    assert last_step(run_dir) == 1
 
 
-def test_a_run_that_is_started_again_at_its_end_adds_no_row(tmp_path: Path) -> None:
-    run_dir = prepare_words(tmp_path, documents=40)
+def test_a_run_that_is_started_again_at_its_end_adds_no_row(run_dir):
     base = config(ParallelConfig())
     evaluated = dataclasses.replace(base, train=dataclasses.replace(base.train, eval_every=STEPS))
     bits, rows = [], []
     for _ in range(2):
-        with ResilientRanks(1, preload=PRELOAD) as processes:
-            processes.start(faulty_rank, (evaluated, run_dir, Fault(rank=1, step=0)))
-            report = processes.wait(timeout_s=120)[0]
+        report = with_fault(1, evaluated, run_dir, Fault(rank=1, step=0))[0]
         assert report.has_finished, report
         bits.append(report.result.bits_per_byte)
         rows.append((run_dir / "metrics.jsonl").read_text())
@@ -221,21 +209,15 @@ def test_a_run_that_is_started_again_at_its_end_adds_no_row(tmp_path: Path) -> N
     assert rows[0].count("bits_per_byte") == 1
 
 
-def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
+def test_a_request_to_one_rank_saves_and_stops_all(run_dir):
     """Ranks without a part in the checkpoint wait for those that gather it."""
-    run_dir = prepare_words(tmp_path, documents=40)
     fault = Fault(rank=1, step=2, number=signal.SIGINT)
-    with ResilientRanks(2, preload=PRELOAD) as processes:
-        processes.start(faulty_rank, (config(ParallelConfig(dp=2)), run_dir, fault))
-        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
+    reports = with_fault(2, config(ParallelConfig(dp=2)), run_dir, fault)
     assert [report.result for report in reports.values()] == [Outcome(3, None, True)] * 2
-    last = newest(run_dir)
-    assert last is not None
-    assert last.step == 3
+    assert last_step(run_dir) == 3
 
 
-def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(tmp_path: Path) -> None:
-    run_dir = prepare_words(tmp_path, documents=40)
+def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(run_dir):
     asked = validate_resilient(config(ParallelConfig()), 1)
     opened = Path.open
 
@@ -249,9 +231,7 @@ def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(tmp_path: Pa
         message = r"metrics\.jsonl: No space left on device"
         with patch.object(Path, "open", to_full), pytest.raises(PcommError, match=message):
             run.go()
-    last = newest(run_dir)
-    assert last is not None
-    assert last.step == 2
+    assert last_step(run_dir) == 2
 
 
 @pytest.mark.parametrize(
@@ -262,7 +242,7 @@ def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(tmp_path: Pa
         (ParallelConfig(dp=1, cp=2, cp_strategy="heads"), "parallel.cp_strategy"),
     ],
 )
-def test_what_could_not_go_on_is_refused(parallel: ParallelConfig, key: str) -> None:
+def test_what_could_not_go_on_is_refused(parallel, key):
     with pytest.raises(UnsupportedError, match=key):
         validate_resilient(config(parallel), 2)
 
@@ -270,7 +250,7 @@ def test_what_could_not_go_on_is_refused(parallel: ParallelConfig, key: str) -> 
 @pytest.mark.parametrize(
     "options", [["--join", "h:1"], ["--rank", "1"], ["--resilient", "--rank", "1"]], ids=" ".join
 )
-def test_options_that_lack_another_are_refused(options: list[str], tmp_path: Path) -> None:
+def test_options_that_lack_another_are_refused(options, tmp_path):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     with pytest.raises(ConfigError, match="--join HOST:PORT --rank R"):
@@ -282,9 +262,7 @@ def test_options_that_lack_another_are_refused(options: list[str], tmp_path: Pat
     [["--config", "other.toml"], ["--set", "train.steps=9"], ["--ranks", "2"], ["--restart"]],
     ids=lambda options: options[0],
 )
-def test_a_rank_that_comes_back_has_no_settings_of_its_own(
-    options: list[str], tmp_path: Path
-) -> None:
+def test_a_rank_that_comes_back_has_no_settings_of_its_own(options, tmp_path):
     """They would change nothing: it trains what the launcher tells."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -294,11 +272,11 @@ def test_a_rank_that_comes_back_has_no_settings_of_its_own(
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x"])
-def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
+def test_an_address_that_is_none(address, tmp_path):
     with pytest.raises(ConfigError, match="no HOST:PORT"):
         join_resilient(address, 0, tmp_path)
 
 
-def test_a_store_without_a_run(tmp_path: Path) -> None:
+def test_a_store_without_a_run(tmp_path):
     with ResilientRanks(1) as processes, pytest.raises(ConfigError, match="no run there"):
         join_resilient(f"127.0.0.1:{processes.port}", 0, tmp_path)

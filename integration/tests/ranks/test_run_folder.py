@@ -52,9 +52,7 @@ def other(tmp_path: Path) -> Path:
     return file
 
 
-def test_another_text_is_refused_before_the_folder_changes(
-    text: Path, other: Path, tmp_path: Path
-) -> None:
+def test_another_text_is_refused_before_the_folder_changes(text, other, tmp_path):
     run = tmp_path / "run"
     run_words(text, run)
     before = contents(run)
@@ -64,9 +62,7 @@ def test_another_text_is_refused_before_the_folder_changes(
     assert run_words(text, run, "train.steps=5").steps == 5
 
 
-def test_a_folder_that_is_a_hugging_face_directory_is_left_alone(
-    text: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_a_hugging_face_directory_is_left_alone(text, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"config\.json of a Hugging Face directory"):
         run_words(text, tmp_path)
@@ -75,9 +71,7 @@ def test_a_folder_that_is_a_hugging_face_directory_is_left_alone(
 
 
 @pytest.mark.parametrize("path", ["absent.txt", "blank.txt"])
-def test_a_restart_with_a_text_that_is_none_keeps_the_results(
-    text: Path, tmp_path: Path, path: str
-) -> None:
+def test_a_restart_with_a_text_that_is_none_keeps_the_results(text, tmp_path, path):
     run = tmp_path / "run"
     run_words(text, run)
     (tmp_path / "blank.txt").write_text(" ")
@@ -87,7 +81,7 @@ def test_a_restart_with_a_text_that_is_none_keeps_the_results(
     assert contents(run) == before
 
 
-def test_a_restart_takes_another_text(text: Path, other: Path, tmp_path: Path) -> None:
+def test_a_restart_takes_another_text(text, other, tmp_path):
     run = tmp_path / "run"
     run_words(text, run)
     assert run_words(other, run, must_restart=True).steps == 4
@@ -97,9 +91,7 @@ def test_a_restart_takes_another_text(text: Path, other: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("left", [None, '{"pid": 1, "host": "another"}'], ids=["new", "left"])
 @ranks(2)
-def test_a_folder_that_hosts_do_not_share_is_an_error_on_each(
-    rank: int, text: Path, tmp_path: Path, left: str | None
-) -> None:
+def test_a_folder_that_hosts_do_not_share_is_an_error_on_each(rank, text, tmp_path, left):
     """Also where another run has left its lock in the folder of that name."""
     run = tmp_path / f"host {rank}" / "run"
     if left is not None and rank == 1:
@@ -126,7 +118,7 @@ with lock_run(Path(sys.argv[1])):
 """
 
 
-def test_a_second_run_in_one_folder_is_told_of_the_first(text: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_one_folder_is_told_of_the_first(text, tmp_path):
     run = tmp_path / "run"
     run_words(text, run)
     before = contents(run)
@@ -149,7 +141,7 @@ def test_a_second_run_in_one_folder_is_told_of_the_first(text: Path, tmp_path: P
     assert not (run / ".lock").exists()
 
 
-def test_two_runs_in_one_process(tmp_path: Path) -> None:
+def test_two_runs_in_one_process(tmp_path):
     with (
         lock_run(tmp_path),
         pytest.raises(ConfigError, match=f"process {os.getpid()} on host"),
@@ -161,7 +153,7 @@ def test_two_runs_in_one_process(tmp_path: Path) -> None:
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_lock_whose_holder_ends_just_then(tmp_path: Path) -> None:
+def test_a_lock_whose_holder_ends_just_then(tmp_path):
     """The name is gone when the lock is got, so another run may have made it anew."""
     removed = []
     flock = fcntl.flock
@@ -177,9 +169,7 @@ def test_a_lock_whose_holder_ends_just_then(tmp_path: Path) -> None:
             pass
 
 
-def test_a_file_system_without_locks_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_is_said(tmp_path, caplog):
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -191,9 +181,7 @@ def test_a_file_system_without_locks_is_said(
 # -- interrupted while it prepares -----------------------------------------------------------
 
 
-def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(text, tmp_path, monkeypatch):
     """A library that computes without Python's knowledge, and takes no note of signals."""
     is_over = threading.Event()
 
@@ -214,7 +202,7 @@ def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(
 
 
 @ranks(2)
-def test_all_ranks_stop_with_one_that_is_asked_to(rank: int, text: Path, tmp_path: Path) -> None:
+def test_all_ranks_stop_with_one_that_is_asked_to(rank, text, tmp_path):
     def stop(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         # An interpreter hears of it at its next step.
@@ -227,7 +215,7 @@ def test_all_ranks_stop_with_one_that_is_asked_to(rank: int, text: Path, tmp_pat
 
 
 @ranks(2)
-def test_a_request_ends_an_attempt_on_all_ranks_and_hides_no_error(rank: int) -> None:
+def test_a_request_ends_an_attempt_on_all_ranks_and_hides_no_error(rank):
     def fail() -> None:
         if rank == 0:
             raise ConfigError("key", found="broken", why="", fix="")
@@ -247,9 +235,7 @@ def test_a_request_ends_an_attempt_on_all_ranks_and_hides_no_error(rank: int) ->
             together("attempt", fail)
 
 
-def test_a_run_that_goes_on_tells_the_steps_that_it_has(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_tells_the_steps_that_it_has(text, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run_words(text, run, "train.steps=2")
     before = contents(run)
@@ -264,9 +250,7 @@ def test_a_run_that_goes_on_tells_the_steps_that_it_has(
     assert contents(run) == before
 
 
-def test_without_evaluation_nothing_is_evaluated(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_evaluation_nothing_is_evaluated(text, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "evaluate", None)
     outcome = run_words(text, tmp_path / "run", "train.eval_every=none")
     assert outcome == Outcome(4, None, is_interrupted=False)
@@ -279,7 +263,7 @@ def test_without_evaluation_nothing_is_evaluated(
     assert outcome.bits_per_byte is not None
 
 
-def test_a_single_text_trains_without_further_settings(tmp_path: Path) -> None:
+def test_a_single_text_trains_without_further_settings(tmp_path):
     file = tmp_path / "input.txt"
     file.write_text("".join(f"{n} and {n + 1} make {2 * n + 1}\n" for n in range(300)))
     outcome = run_words(file, tmp_path / "run")
@@ -293,9 +277,7 @@ def test_a_single_text_trains_without_further_settings(tmp_path: Path) -> None:
 FULL = Path("/dev/full")
 
 
-def test_a_disk_that_is_full_for_metrics_stops_the_run_with_a_checkpoint(
-    text: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_for_metrics_stops_the_run_with_a_checkpoint(text, tmp_path):
     run = tmp_path / "run"
     opened = Path.open
 

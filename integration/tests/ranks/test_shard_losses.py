@@ -10,12 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from integration_support.short_runs import (
-    Steps,
-    tiny_config,
-    train_steps,
-    worst_difference,
-)
+from integration_support.short_runs import Steps, tiny_config, train_steps, worst_difference
 from pcomm.core.testing import ranks
 from pcomm.fsdp import Sharded
 from pcomm.integration import replicas
@@ -102,13 +97,13 @@ def assert_as_alone(
 
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
-def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+def test_two_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, MIXED)
 
 
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
-def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+def test_four_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, MIXED)
 
 
@@ -116,22 +111,18 @@ def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: 
 @pytest.mark.parametrize("pattern", SOAKED)
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
-def test_other_models(
-    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single_soaked: dict
-) -> None:
+def test_other_models(rank, parallel, pattern, run_dir, single_soaked):
     assert_as_alone(parallel, run_dir, single_soaked, pattern)
 
 
 @ranks(2)
-def test_experts_on_two_ranks(rank: int, run_dir: Path, single: dict) -> None:
+def test_experts_on_two_ranks(rank, run_dir, single):
     assert_as_alone(ParallelConfig(dp=2, ep=2, **SHARD), run_dir, single, "experts")
 
 
 @pytest.mark.parametrize("parallel", WITH_EXPERTS.values(), ids=WITH_EXPERTS)
 @ranks(4)
-def test_experts_on_four_ranks(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: dict
-) -> None:
+def test_experts_on_four_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, "experts")
 
 
@@ -148,8 +139,8 @@ def single_of_real_width(run_dir: Path) -> list[list[float]]:
 
 @ranks(2)
 def test_experts_at_a_real_width_do_not_meet_the_messages_of_the_rest(
-    rank: int, run_dir: Path, single_of_real_width: list[list[float]]
-) -> None:
+    rank, run_dir, single_of_real_width
+):
     """Both scopes have the same ranks here, and so the same communicators."""
     asked = real_width(ParallelConfig(dp=2, **SHARD))
     mine = train_steps(asked, run_dir, torch.float32, 2)
@@ -159,7 +150,7 @@ def test_experts_at_a_real_width_do_not_meet_the_messages_of_the_rest(
 
 
 @ranks(2)
-def test_a_norm_of_own_shards_alone_is_noticed(rank: int, run_dir: Path, single: dict) -> None:
+def test_a_norm_of_own_shards_alone_is_noticed(rank, run_dir, single):
     def own(sharded: Sharded, *_: object) -> torch.Tensor:
         gradients = [p.grad.as_subclass(torch.Tensor) for p in sharded.parameters()]
         return (

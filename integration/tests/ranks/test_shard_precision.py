@@ -7,16 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from integration_support.short_runs import (
-    open_trainer,
-    tiny_config,
-    train_steps,
-)
+from integration_support.short_runs import open_trainer, tiny_config, train_steps
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.testing import assert_as_accurate, assert_equal, ranks
 from pcomm.fsdp import Precision
@@ -102,45 +99,42 @@ def assert_first_gradients_of_autocast(name: str, run_dir: Path, **how: object) 
 
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2)
-def test_the_first_gradients_are_those_of_autocast(rank: int, name: str, run_dir: Path) -> None:
+def test_the_first_gradients_are_those_of_autocast(rank, name, run_dir):
     """Bit for bit: whatever is rounded here is what autocast rounds with whole parameters."""
     assert_first_gradients_of_autocast(name, run_dir)
 
 
 @pytest.mark.parametrize("other", OTHERS)
 @ranks(2)
-def test_the_same_with_other_shards(rank: int, other: str, run_dir: Path) -> None:
+def test_the_same_with_other_shards(rank, other, run_dir):
     name, how = OTHERS[other]
     assert_first_gradients_of_autocast(name, run_dir, **how)
 
 
 @ranks(2)
-def test_decays_that_are_gathered_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
+def test_decays_that_are_gathered_in_bf16_are_noticed(rank, run_dir):
     right = precision_module.names_used_in_bf16
-    precision_module.names_used_in_bf16 = lambda model: right(model) | {"blocks.1.mixer.a_log"}
-    try:
-        with pytest.raises(AssertionError):
-            assert_first_gradients_of_autocast("GGGA", run_dir)
-    finally:
-        precision_module.names_used_in_bf16 = right
+    wrong = lambda model: right(model) | {"blocks.1.mixer.a_log"}  # noqa: E731
+    with (
+        patch.object(precision_module, "names_used_in_bf16", wrong),
+        pytest.raises(AssertionError),
+    ):
+        assert_first_gradients_of_autocast("GGGA", run_dir)
 
 
 @ranks(2)
-def test_gradients_that_are_summed_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
-    right = precision_module._BF16
-    precision_module._BF16 = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
-    try:
-        with pytest.raises(AssertionError, match=r"gradient of .* is another"):
-            assert_first_gradients_of_autocast("A", run_dir)
-    finally:
-        precision_module._BF16 = right
+def test_gradients_that_are_summed_in_bf16_are_noticed(rank, run_dir):
+    wrong = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
+    with (
+        patch.object(precision_module, "_BF16", wrong),
+        pytest.raises(AssertionError, match=r"gradient of .* is another"),
+    ):
+        assert_first_gradients_of_autocast("A", run_dir)
 
 
 @pytest.mark.parametrize("name", ["GGGA", "experts"])
 @ranks(2)
-def test_losses_are_as_accurate_as_with_whole_parameters(
-    rank: int, name: str, run_dir: Path, exact: dict[str, list[list[float]]]
-) -> None:
+def test_losses_are_as_accurate_as_with_whole_parameters(rank, name, run_dir, exact):
     """With two micro-batches; beside training in fp64, and by the error of the replicated run."""
     mine, whole = (
         torch.tensor(train_steps(config(name, p), run_dir, torch.float32, STEPS).rows)
@@ -174,7 +168,7 @@ def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2)
-def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path) -> None:
+def test_gathers_move_two_bytes_a_parameter(rank, name, run_dir):
     with trainer_of(name, SHARD, run_dir) as trainer:
         shapes, plans = trainer.replicas.sharded.shapes, trainer.replicas.sharded.plans
         num_blocks = len(trainer.model.blocks)
@@ -220,7 +214,7 @@ def held_for_backward(trainer: Trainer) -> int:
 
 
 @ranks(2)
-def test_backward_holds_no_rounded_copies(rank: int, run_dir: Path) -> None:
+def test_backward_holds_no_rounded_copies(rank, run_dir):
     """What autocast rounds is kept for backward, and would stay whole while its shards come and go.
 
     The root's matrix and those of the last two blocks are there, gathered, and nothing else is.
@@ -230,11 +224,9 @@ def test_backward_holds_no_rounded_copies(rank: int, run_dir: Path) -> None:
         plans = {plan.unit: plan for plan in trainer.replicas.sharded.plans if plan.scope == ""}
         expected = [plans[unit].gathered_bytes for unit in ("(root)", "blocks.1", "blocks.2")]
         assert held == sum(expected)
-    right = precision_module._BF16
-    precision_module._BF16 = Precision(None, torch.float32)
-    try:
-        with trainer_of("A", SHARD, run_dir) as trainer:
-            every = sum(plan.gathered_bytes for plan in plans.values())
-            assert held_for_backward(trainer) >= every > held
-    finally:
-        precision_module._BF16 = right
+    with (
+        patch.object(precision_module, "_BF16", Precision(None, torch.float32)),
+        trainer_of("A", SHARD, run_dir) as trainer,
+    ):
+        every = sum(plan.gathered_bytes for plan in plans.values())
+        assert held_for_backward(trainer) >= every > held

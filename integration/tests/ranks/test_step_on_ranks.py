@@ -71,7 +71,7 @@ def single() -> dict[str, tuple[list[Tensor], list[int]]]:
 
 @pytest.mark.parametrize(("kind", "ep"), [*((kind, 1) for kind in KINDS), ("experts", 2)])
 @ranks(2)
-def test_two_ranks_write_the_text_of_one(rank: int, kind: str, ep: int, single: dict) -> None:
+def test_two_ranks_write_the_text_of_one(rank, kind, ep, single):
     logits, tokens = results(kind, ParallelConfig(tp=2, ep=ep))
     expected, their_tokens = single[kind]
     assert len({*tokens}) > 5

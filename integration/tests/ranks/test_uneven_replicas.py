@@ -106,24 +106,24 @@ ON_SIX = {
 
 @pytest.mark.parametrize("model", ["gpt", "recurrent"])
 @ranks(5)
-def test_degrees_three_and_two(rank: int, model: str, run_dir: Path, single: dict) -> None:
+def test_degrees_three_and_two(rank, model, run_dir, single):
     assert_as_alone(model, FIVE, run_dir, single)
 
 
 @ranks(7)
-def test_degrees_three_and_four(rank: int, run_dir: Path, single: dict) -> None:
+def test_degrees_three_and_four(rank, run_dir, single):
     assert_as_alone("tied", SEVEN, run_dir, single)
 
 
 @ranks(5)
-def test_tokens_that_do_not_divide_among_ranks(rank: int, run_dir: Path, single: dict) -> None:
+def test_tokens_that_do_not_divide_among_ranks(rank, run_dir, single):
     """A replica with 5 rows has micro-batches of 2, 2 and 1, each filled up for its ranks."""
     parallel = dataclasses.replace(FIVE, sequence=True)
     assert_as_alone("experts", parallel, run_dir, single, micro_batch_tokens=2 * ROW)
 
 
 @ranks(6)
-def test_context_parallel_ranks(rank: int, run_dir: Path, single: dict) -> None:
+def test_context_parallel_ranks(rank, run_dir, single):
     assert_as_alone("hybrid", ON_SIX["context+sequence"], run_dir, single)
 
 
@@ -131,9 +131,7 @@ def test_context_parallel_ranks(rank: int, run_dir: Path, single: dict) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("parallel", ON_SIX.values(), ids=ON_SIX)
 @ranks(6)
-def test_six_ranks(
-    rank: int, parallel: ParallelConfig, model: str, run_dir: Path, single: dict
-) -> None:
+def test_six_ranks(rank, parallel, model, run_dir, single):
     assert_as_alone(model, parallel, run_dir, single)
 
 
@@ -141,33 +139,33 @@ def test_six_ranks(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("sequence", [False, True])
 @ranks(7)
-def test_seven_ranks(rank: int, sequence: bool, model: str, run_dir: Path, single: dict) -> None:
+def test_seven_ranks(rank, sequence, model, run_dir, single):
     assert_as_alone(model, dataclasses.replace(SEVEN, sequence=sequence), run_dir, single)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 @ranks(9)
-def test_nine_ranks(rank: int, model: str, run_dir: Path, single: dict) -> None:
+def test_nine_ranks(rank, model, run_dir, single):
     """Three replicas, of the degrees three, two and four."""
     assert_as_alone(model, NINE, run_dir, single)
 
 
 @pytest.mark.soak
 @ranks(15)
-def test_degrees_eight_and_seven(rank: int, run_dir: Path, single_soaked: dict) -> None:
+def test_degrees_eight_and_seven(rank, run_dir, single_soaked):
     """Eleven heads and thirteen columns, which neither degree divides."""
     assert_as_alone("many heads", FIFTEEN, run_dir, single_soaked)
 
 
 @pytest.mark.soak
 @ranks(7)
-def test_shards_of_a_real_size(rank: int, run_dir: Path, single_soaked: dict) -> None:
+def test_shards_of_a_real_size(rank, run_dir, single_soaked):
     assert_as_alone("wide", dataclasses.replace(SEVEN, sequence=True), run_dir, single_soaked)
 
 
 @ranks(5)
-def test_replicas_hold_the_same_bits(rank: int, run_dir: Path) -> None:
+def test_replicas_hold_the_same_bits(rank, run_dir):
     """Each has computed its own update, from sums and a norm that are alike everywhere."""
     steps = train_steps(config("hybrid", FIVE, clip_norm=0.5), run_dir, torch.float32, STEPS)
     everyone: list[Any] = [None] * 5
@@ -209,7 +207,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("name", BREAKS)
 @ranks(5)
-def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: dict) -> None:
+def test_a_broken_piece_is_noticed(rank, name, run_dir, single):
     owner, attribute, broken = BREAKS[name]
     parallel = dataclasses.replace(FIVE, sequence=True)
     with patch.object(owner, attribute, broken), pytest.raises(AssertionError, match="off by"):

@@ -31,9 +31,7 @@ def config(ranks: int, *overrides: str) -> Resolved:
         (2, ["parallel.tp=2", "parallel.sequence=true"], 8192 * (16 + 32 * 4)),
     ],
 )
-def test_what_is_larger_than_all_memory_is_refused(
-    ranks: int, overrides: list[str], least: int
-) -> None:
+def test_what_is_larger_than_all_memory_is_refused(ranks, overrides, least):
     resolved = config(ranks, *overrides)
     check_batch_memory(resolved, least)
     with pytest.raises(ConfigError) as caught:
@@ -43,7 +41,7 @@ def test_what_is_larger_than_all_memory_is_refused(
     assert f"far below {tokens - 1}, to a multiple of" in caught.value.fix
 
 
-def test_a_row_that_is_too_long_is_what_the_error_names() -> None:
+def test_a_row_that_is_too_long_is_what_the_error_names():
     resolved = config(1)
     with pytest.raises(
         ConfigError, match=r"train\.sequence_length: 1024 tokens; 8192 at once"
@@ -52,5 +50,5 @@ def test_a_row_that_is_too_long_is_what_the_error_names() -> None:
     assert "far below 1023" in e.value.fix
 
 
-def test_the_memory_of_this_machine_is_some() -> None:
+def test_the_memory_of_this_machine_is_some():
     assert largest_memory(torch.device("cpu")) > 2**28

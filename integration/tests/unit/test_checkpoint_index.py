@@ -81,9 +81,7 @@ def with_valid_checksums(checkpoint: Checkpoint, name: str, content: bytes) -> N
 
 
 @pytest.mark.parametrize("way", ["instead", "within", "by a dotted name"])
-def test_an_index_that_would_run_a_program(
-    checkpoint: Checkpoint, tmp_path: Path, way: str
-) -> None:
+def test_an_index_that_would_run_a_program(checkpoint, tmp_path, way):
     trap = tmp_path / "trap"
     if way == "by a dotted name":
         # A class that may be named, and from there on to what it can reach.
@@ -111,7 +109,7 @@ def test_an_index_that_would_run_a_program(
     assert not trap.exists()
 
 
-def test_a_tensor_that_would_run_a_program(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_tensor_that_would_run_a_program(checkpoint, tmp_path):
     trap = tmp_path / "trap"
     content = bytearray((checkpoint.folder / "__0_0.distcp").read_bytes())
     entries = SafeReader(checkpoint.folder).read_metadata().storage_data
@@ -126,7 +124,7 @@ def test_a_tensor_that_would_run_a_program(checkpoint: Checkpoint, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["../../secret.distcp", "/etc/passwd", ".."])
-def test_an_index_that_leads_out_of_the_folder(checkpoint: Checkpoint, name: str) -> None:
+def test_an_index_that_leads_out_of_the_folder(checkpoint, name):
     index = FileSystemReader(checkpoint.folder).read_metadata()
     for entry in index.storage_data.values():
         entry.relative_path = name
@@ -135,7 +133,7 @@ def test_an_index_that_leads_out_of_the_folder(checkpoint: Checkpoint, name: str
         check_index(checkpoint)
 
 
-def test_torch_and_we_read_the_same_index(checkpoint: Checkpoint) -> None:
+def test_torch_and_we_read_the_same_index(checkpoint):
     ours = SafeReader(checkpoint.folder).read_metadata()
     theirs = FileSystemReader(checkpoint.folder).read_metadata()
     assert ours.state_dict_metadata == theirs.state_dict_metadata
@@ -144,14 +142,14 @@ def test_torch_and_we_read_the_same_index(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_torch_reads_what_we_wrote(checkpoint: Checkpoint) -> None:
+def test_torch_reads_what_we_wrote(checkpoint):
     state = {"big": torch.zeros(BIG)}
     dcp.load(state, checkpoint_id=checkpoint.folder, no_dist=True)
     assert torch.equal(state["big"].flatten(), torch.arange(1 << 20, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
-def test_every_file_has_a_checksum(checkpoint: Checkpoint, name: str) -> None:
+def test_every_file_has_a_checksum(checkpoint, name):
     check_files(checkpoint)
     file = checkpoint.folder / name
     content = bytearray(file.read_bytes())
@@ -164,7 +162,7 @@ def test_every_file_has_a_checksum(checkpoint: Checkpoint, name: str) -> None:
         check_files(checkpoint)
 
 
-def test_the_ranks_share_the_files(checkpoint: Checkpoint) -> None:
+def test_the_ranks_share_the_files(checkpoint):
     for name in ("__0_0.distcp", ".metadata", "state.json"):
         (checkpoint.folder / name).unlink()
         failed = []
@@ -177,15 +175,13 @@ def test_the_ranks_share_the_files(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", '{"files": 3}', '{"files": {"../x": ""}}', "{"])
-def test_checksums_that_are_none(checkpoint: Checkpoint, content: str) -> None:
+def test_checksums_that_are_none(checkpoint, content):
     (checkpoint.folder / "checksums.json").write_text(content)
     with pytest.raises(ConfigError, match=r"checksums\.json cannot be read"):
         check_files(checkpoint)
 
 
-def test_a_checkpoint_without_checksums_is_read_and_said(
-    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_without_checksums_is_read_and_said(checkpoint, caplog):
     (checkpoint.folder / "checksums.json").unlink()
     check_files(checkpoint)
     assert "damage would go unseen" in caplog.text

@@ -51,9 +51,7 @@ class Delay:
         self._save(*arguments, **options)
 
 
-def test_an_asynchronous_save_does_not_see_later_changes(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_asynchronous_save_does_not_see_later_changes(group, tmp_path, monkeypatch):
     delay = Delay(monkeypatch)
     mine = region(1.0)
     with Saver(tmp_path, group, keep=1, is_asynchronous=True) as saver:
@@ -68,14 +66,14 @@ def test_an_asynchronous_save_does_not_see_later_changes(
     assert checkpoints(tmp_path)[0].state() == {"step": 5, "note": "kept"}
 
 
-def test_a_synchronous_save_is_whole_when_it_returns(group: Group, tmp_path: Path) -> None:
+def test_a_synchronous_save_is_whole_when_it_returns(group, tmp_path):
     with Saver(tmp_path, group, keep=1, is_asynchronous=False) as saver:
         saver.save(5, {"x": region(1.0)}, {})
         assert steps(tmp_path) == [5]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
-def test_the_oldest_are_removed(group: Group, tmp_path: Path, keep: int, left: list[int]) -> None:
+def test_the_oldest_are_removed(group, tmp_path, keep, left):
     with Saver(tmp_path, group, keep=keep, is_asynchronous=True) as saver:
         for step in range(1, 5):
             saver.save(step, {"x": region(step)}, {})
@@ -83,7 +81,7 @@ def test_the_oldest_are_removed(group: Group, tmp_path: Path, keep: int, left: l
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
-def test_a_step_that_is_reached_again_replaces_its_checkpoint(group: Group, tmp_path: Path) -> None:
+def test_a_step_that_is_reached_again_replaces_its_checkpoint(group, tmp_path):
     with Saver(tmp_path, group, keep=None, is_asynchronous=True) as saver:
         for value in (1.0, 2.0):
             saver.save(7, {"x": region(value)}, {})
@@ -94,8 +92,8 @@ def test_a_step_that_is_reached_again_replaces_its_checkpoint(group: Group, tmp_
 
 
 def test_a_process_that_dies_while_it_removes_leaves_no_half_checkpoint(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    group, tmp_path, monkeypatch
+):
     with Saver(tmp_path, group, keep=None, is_asynchronous=False) as saver:
         for step in (1, 2):
             saver.save(step, {"x": region(step)}, {})
@@ -113,7 +111,7 @@ def test_a_process_that_dies_while_it_removes_leaves_no_half_checkpoint(
     assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
-def test_what_else_lies_in_the_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_what_else_lies_in_the_folder_is_no_checkpoint(tmp_path):
     parent = tmp_path / "checkpoints"
     for name in ("step-00000003", "step-00000009.partial", "step-best", "other"):
         (parent / name).mkdir(parents=True)
@@ -125,7 +123,7 @@ def test_what_else_lies_in_the_folder_is_no_checkpoint(tmp_path: Path) -> None:
     assert newest(tmp_path / "nowhere") is None
 
 
-def test_state_is_plain_json(group: Group, tmp_path: Path) -> None:
+def test_state_is_plain_json(group, tmp_path):
     """A person who looks for the step of a checkpoint finds it without torch."""
     with Saver(tmp_path, group, keep=1, is_asynchronous=True) as saver:
         saver.save(2, {"x": region(1.0)}, {"identity": {"model": {"layers": 2}}})
@@ -133,7 +131,7 @@ def test_state_is_plain_json(group: Group, tmp_path: Path) -> None:
     assert json.loads(text) == {"step": 2, "identity": {"model": {"layers": 2}}}
 
 
-def test_a_failed_save_is_raised_once(group: Group, tmp_path: Path) -> None:
+def test_a_failed_save_is_raised_once(group, tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     saver = Saver(tmp_path, group, keep=1, is_asynchronous=True)
     saver.save(1, {"x": region(1.0)}, {})

@@ -25,13 +25,7 @@ from pcomm.integration.config.sections import (
     TrainConfig,
     keys,
 )
-from pcomm.integration.config.toml import (
-    apply_overrides,
-    from_dict,
-    load_config,
-    to_dict,
-    to_toml,
-)
+from pcomm.integration.config.toml import apply_overrides, from_dict, load_config, to_dict, to_toml
 
 
 def _written(tmp_path, text):

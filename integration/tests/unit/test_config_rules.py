@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,14 +14,16 @@ from pcomm.integration import recipes
 from pcomm.integration.config.model_rules import expert_blocks, mixers
 from pcomm.integration.config.rules import validate
 from pcomm.integration.config.sections import Config, ModelConfig, keys
-from pcomm.integration.config.toml import apply_overrides
+from pcomm.integration.config.toml import apply_overrides, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def _tiny(*overrides: str) -> Config:
     return apply_overrides(recipes.tiny(), overrides)
 
 
-def test_derived_sizes_are_filled_in():
+def test_derived_sizes_are_filled_in_and_what_is_given_stays():
     config = validate(_tiny("model.width=96", "model.kv_heads=auto", "model.mlp_width=auto"), 2)
     # 8/3 of 96 is 256, which is a multiple of 64 already.
     assert config.model.mlp_width == 256
@@ -28,23 +32,16 @@ def test_derived_sizes_are_filled_in():
     assert config.train.micro_batch_tokens == 128
     assert config.parallel.shard_ranks == 1
     assert validate(_tiny("parallel.data=shard", "parallel.cp=2"), 4).parallel.shard_ranks == 4
-
-
-@pytest.mark.parametrize(("width", "expected"), [(8, 64), (24, 64), (32, 128), (256, 704)])
-def test_the_mlp_is_rounded_up_to_64(width, expected):
-    assert (
-        validate(_tiny(f"model.width={width}", "model.mlp_width=auto"), 1).model.mlp_width
-        == expected
-    )
-
-
-def test_what_is_given_stays():
+    for width, expected in ((8, 64), (24, 64), (32, 128), (256, 704)):
+        wide = validate(_tiny(f"model.width={width}", "model.mlp_width=auto"), 1)
+        assert wide.model.mlp_width == expected
     asked = _tiny("model.head_dim=6", "parallel.dp=2", "train.micro_batch_tokens=64")
     config = validate(asked, 2)
     assert config.model.head_dim == 6
     assert config.parallel.dp == 2
     assert config.train.micro_batch_tokens == 64
     assert validate(config, 2) == config
+    assert mixers(ModelConfig(pattern="AA", layers=4)) == "AAAA"
 
 
 def test_experts_are_as_wide_as_the_mlp_and_stand_in_every_nth_block():
@@ -52,26 +49,17 @@ def test_experts_are_as_wide_as_the_mlp_and_stand_in_every_nth_block():
     assert config.model.expert_width == 64
     assert expert_blocks(config.model) == (False, True, False, True, False)
     assert expert_blocks(validate(_tiny(), 1).model) == (False, False)
+    # Ranks of every axis can share them.
+    asked = _tiny("model.experts=8", "parallel.tp=2", "parallel.cp=2", "parallel.ep=8")
+    assert validate(asked, 8).parallel.ep == 8
 
 
 def test_a_width_that_no_block_has_need_not_divide():
     asked = _tiny("model.experts=4", "model.mlp_width=65", "parallel.tp=2")
     assert validate(asked, 2).model.mlp_width == 65
-
-
-def test_blocks_without_an_mlp_split_nothing_of_it():
     config = validate(_tiny("model.mlp_width=none", "parallel.tp=2"), 2)
     assert config.model.mlp_width == "none"
     assert validate(config, 2) == config
-
-
-def test_ranks_of_every_axis_can_share_experts():
-    asked = _tiny("model.experts=8", "parallel.tp=2", "parallel.cp=2", "parallel.ep=8")
-    assert validate(asked, 8).parallel.ep == 8
-
-
-def test_the_pattern_repeats():
-    assert mixers(ModelConfig(pattern="AA", layers=4)) == "AAAA"
 
 
 @pytest.mark.parametrize(
@@ -301,3 +289,16 @@ def test_configuration_needs_neither_torch_nor_numpy():
 @pytest.mark.parametrize("vocabulary", [257, 1 << 20])
 def test_the_smallest_and_the_largest_vocabulary(vocabulary):
     assert validate(_tiny(f"data.vocabulary={vocabulary}"), 1).data.vocabulary == vocabulary
+
+
+def test_recipes_are_those_of_the_files_and_run_on_the_ranks_that_tests_take():
+    # A wheel's tests have no such folder.
+    for name in ("quickstart", "moe") if CONFIGS.is_dir() else ():
+        assert load_config(CONFIGS / f"{name}.toml") == getattr(recipes, name)()
+    for ranks in (1, 2):
+        assert validate(recipes.quickstart(), ranks).parallel.dp == ranks
+    for words in ([], ["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence=true"]):
+        resolved = validate(_tiny(*words), 4).parallel
+        assert resolved.dp * resolved.tp == 4
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.layers = 3  # type: ignore[misc]

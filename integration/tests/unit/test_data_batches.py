@@ -267,11 +267,7 @@ def test_batches_that_are_not_whole_rows(shape, part):
         TrainBatches(_corpus([5]), seed=0, sequence_length=8, **shape)
     with pytest.raises(ConfigError, match="4, which is no multiple of 3"):
         TrainBatches(
-            _corpus([5]),
-            seed=0,
-            sequence_length=8,
-            global_batch_tokens=32,
-            micro_batch_tokens=24,
+            _corpus([5]), seed=0, sequence_length=8, global_batch_tokens=32, micro_batch_tokens=24
         ).num_micro_batches(1)
 
 
@@ -335,7 +331,7 @@ def test_evaluation_batches_are_whole_rows():
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_an_id_that_the_vocabulary_does_not_have_is_named(place: int) -> None:
+def test_an_id_that_the_vocabulary_does_not_have_is_named(place):
     corpus = _corpus([4])
     corpus.tokens[place] = 60_000
     with pytest.raises(ConfigError, match="the id 60000, and a vocabulary of 5"):

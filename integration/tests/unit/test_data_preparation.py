@@ -126,37 +126,22 @@ def test_another_text_key_is_another_corpus(tmp_path):
     assert _texts(p := prepare(data, tmp_path / "run"), p.train)[0].startswith("b")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda run: (run / "data" / "train_tokens.npy").unlink(),
-        lambda run: (run / "data" / "train_tokens.npy").write_bytes(b"\x93NUMPY"),
-        lambda run: (run / "data" / "held_out_offsets.npy").write_bytes(b""),
-        lambda run: (run / "data" / "manifest.json").write_text("{"),
-        lambda run: (run / "data" / "manifest.json").write_text('{"a": 1}'),
-        lambda run: (run / "data" / "manifest.json").unlink(),
-        lambda run: (run / "tokenizer.json").unlink(),
-        lambda run: (run / "tokenizer.json").write_text(
-            (run / "tokenizer.json").read_text(encoding="utf-8") + "\n"
-        ),
-        lambda run: np.save(run / "data" / "train_offsets.npy", np.array([0, 3])),
-        lambda run: _flip(run / "data" / "train_offsets.npy", 20, 16),
-        lambda run: np.save(run / "data" / "train_tokens.npy", np.zeros(4)),
-    ],
-    ids=[
-        "gone",
-        "torn",
-        "empty",
-        "json",
-        "keys",
-        "manifest",
-        "tokenizer",
-        "other",
-        "offsets",
-        "header",
-        "dtype",
-    ],
-)
+DAMAGES = {
+    "gone": lambda run: (run / "data" / "train_tokens.npy").unlink(),
+    "torn": lambda run: (run / "data" / "train_tokens.npy").write_bytes(b"\x93NUMPY"),
+    "empty": lambda run: (run / "data" / "held_out_offsets.npy").write_bytes(b""),
+    "json": lambda run: (run / "data" / "manifest.json").write_text("{"),
+    "keys": lambda run: (run / "data" / "manifest.json").write_text('{"a": 1}'),
+    "manifest": lambda run: (run / "data" / "manifest.json").unlink(),
+    "tokenizer": lambda run: (run / "tokenizer.json").unlink(),
+    "other": lambda run: _append(run / "tokenizer.json", "\n"),
+    "offsets": lambda run: np.save(run / "data" / "train_offsets.npy", np.array([0, 3])),
+    "header": lambda run: _flip(run / "data" / "train_offsets.npy", 20, 16),
+    "dtype": lambda run: np.save(run / "data" / "train_tokens.npy", np.zeros(4)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_an_error_to_open_and_repaired_to_prepare(data, tmp_path, damage):
     run_dir = tmp_path / "run"
     first = prepare(data, run_dir)
@@ -167,6 +152,10 @@ def test_damage_is_an_error_to_open_and_repaired_to_prepare(data, tmp_path, dama
     again = prepare(data, run_dir)
     assert again.train.tokens.tolist() == expected
     assert again.fingerprint == first.fingerprint
+
+
+def _append(path, text):
+    path.write_text(path.read_text(encoding="utf-8") + text)
 
 
 def _flip(path, place, bit):

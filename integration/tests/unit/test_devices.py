@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +13,13 @@ from pcomm.integration.llm.weight_form import device_of
 from pcomm.integration.precision import tell_device
 
 
-def test_devices_that_are_here_are_taken() -> None:
+def test_devices_that_are_here_are_taken():
     assert device_of("cpu") == torch.device("cpu")
     assert device_of(torch.device("meta")) == torch.device("meta")
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "cuda:99", "cuda:x", "meta", "cpu:-2"])
-def test_others_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_others_are_refused_by_name(name, tmp_path):
     with pytest.raises(ConfigError, match="device: '"):
         LLM(tmp_path, device=name)
 
@@ -41,14 +40,8 @@ LEFT_OUT = "the 8 GPUs of this machine have no work. To use them run `torchrun -
     ],
 )
 def test_a_run_says_on_what_it_computes_and_warns_of_gpus_without_work(
-    num_gpus: int,
-    num_ranks: int,
-    device: torch.device,
-    rank: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    num_gpus, num_ranks, device, rank, line, monkeypatch, caplog
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an H100")

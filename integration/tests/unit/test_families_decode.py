@@ -101,7 +101,7 @@ def distances(some: list[Tensor], others: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_transformers(both: Callable[..., Any], name: str) -> None:
+def test_logits_equal_transformers(both, name):
     """In fp32 we are about as far from the exact logits as they are."""
     theirs, ours = both(name)
     their = [their_logits(theirs, prompt) for prompt in PROMPTS]
@@ -112,7 +112,7 @@ def test_logits_equal_transformers(both: Callable[..., Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_greedy_tokens_equal_transformers(both: Callable[..., Any], name: str) -> None:
+def test_greedy_tokens_equal_transformers(both, name):
     """Their tokens come from a full forward pass each, without a cache that both could misuse."""
     theirs, ours = both(name)
     engine = Engine(
@@ -149,9 +149,7 @@ def test_greedy_tokens_equal_transformers(both: Callable[..., Any], name: str) -
         ("qwen3_next", Attention),
     ],
 )
-def test_a_mixer_of_zeros_is_seen(
-    both: Callable[..., Any], name: str, mixer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixer_of_zeros_is_seen(both, name, mixer, monkeypatch):
     theirs, ours = both(name)
     monkeypatch.setattr(mixer, "step", lambda self, x, context, memory: torch.zeros_like(x))
     their = [their_logits(theirs, prompt) for prompt in PROMPTS]

@@ -12,7 +12,7 @@ from pcomm.fsdp import Roles, fully_shard
 from pcomm.integration.replicas import global_norm
 
 
-def test_it_is_clipped_by_the_norm_that_fp64_gives() -> None:
+def test_it_is_clipped_by_the_norm_that_fp64_gives():
     """torch's own norm on a CPU is 1e-4 too small here, and less so on more ranks."""
     model = nn.Linear(2048, 2048, bias=False)
     gradient = 1e-3 * torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0))

@@ -34,7 +34,7 @@ def read(folder: Path, fields: dict[str, Any]) -> ModelConfig:
 
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
-def test_every_field_that_transformers_writes_is_known(family: str, tmp_path: Path) -> None:
+def test_every_field_that_transformers_writes_is_known(family, tmp_path):
     """With all defaults written out; a field of a later version would be refused here."""
     full, short = fields_of(family), dict(SMALL_CONFIGS[family], model_type=family)
     from_full, from_short = (resolve_model(read(tmp_path, fields)) for fields in (full, short))
@@ -42,7 +42,7 @@ def test_every_field_that_transformers_writes_is_known(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
-def test_a_changed_number_is_noticed_or_has_no_effect(family: str, tmp_path: Path) -> None:
+def test_a_changed_number_is_noticed_or_has_no_effect(family, tmp_path):
     """Each number and switch of theirs, moved: our keys change, or it is refused, or listed."""
     full = fields_of(family)
     before = effective(resolve_model(read(tmp_path, full)))
@@ -109,7 +109,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_fields_of_published_models_are_known(family: str, tmp_path: Path) -> None:
+def test_fields_of_published_models_are_known(family, tmp_path):
     """Fields that their files have beside those of transformers' class."""
     shape = {"model_type": family, **SMALL_CONFIGS[family]}
     more = {name: VALUES[name] for name in PUBLISHED[family].split() if name not in shape}
@@ -178,7 +178,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused_by_name(case, tmp_path):
     family, changes, parts = REFUSED[case]
     fields = {"model_type": family, **SMALL_CONFIGS[family], **changes}
     with pytest.raises((ConfigError, UnsupportedError)) as raised:
@@ -188,7 +188,7 @@ def test_what_is_not_supported_is_refused_by_name(case: str, tmp_path: Path) -> 
         assert part in str(raised.value)
 
 
-def test_the_names_of_transformers_4_mean_the_same(tmp_path: Path) -> None:
+def test_the_names_of_transformers_4_mean_the_same(tmp_path):
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 64
     old = {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", **scaling}}
@@ -221,7 +221,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_written_as_the_family_that_has_it(name: str, tmp_path: Path) -> None:
+def test_a_model_is_written_as_the_family_that_has_it(name, tmp_path):
     keys, expected = MODELS[name]
     model = resolve_model(ModelConfig(**keys))
     family, fields = write_config(model, 300)
@@ -236,27 +236,21 @@ def test_a_model_is_written_as_the_family_that_has_it(name: str, tmp_path: Path)
     ("keys", "parts"),
     [
         ({"pattern": "M"}, ("model.mlp_width=704 instead of none", "mamba2")),
-        (
-            {"pattern": "G"},
-            ("model.norm_zero_centred=false instead of true", "qwen3_next"),
-        ),
+        ({"pattern": "G"}, ("model.norm_zero_centred=false instead of true", "qwen3_next")),
         ({"pattern": "AM"}, ("blocks AMAM",)),
         ({"qkv_bias": True, "qk_norm": True}, ("model.qk_norm", "qwen2")),
-        (
-            {"experts": 4, "shared_expert_width": 64, "qk_norm": True},
-            ("shared_expert_width",),
-        ),
+        ({"experts": 4, "shared_expert_width": 64, "qk_norm": True}, ("shared_expert_width",)),
         ({"rotary_fraction": 0.5}, ("model.rotary_fraction", "llama")),
     ],
 )
-def test_a_model_of_no_family_is_refused(keys: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_a_model_of_no_family_is_refused(keys, parts):
     with pytest.raises(UnsupportedError) as raised:
         write_config(resolve_model(ModelConfig(**keys)), 300)
     for part in parts:
         assert part in str(raised.value)
 
 
-def test_a_changed_model_keeps_what_has_no_effect() -> None:
+def test_a_changed_model_keeps_what_has_no_effect():
     before = {"model_type": "llama", **SMALL_CONFIGS["llama"], "pad_token_id": 7}
     before["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     model = resolve_model(ModelConfig(width=32, heads=2))
@@ -265,13 +259,13 @@ def test_a_changed_model_keeps_what_has_no_effect() -> None:
     assert "rope_scaling" not in fields
 
 
-def test_patterns_are_the_shortest() -> None:
+def test_patterns_are_the_shortest():
     assert [pattern_of(x) for x in ("A", "AA", "GGGA" * 3, "GA" * 2, "GGA", "GAG")] == [
         *("A", "A", "GGGA", "GA", "GGA", "GAG")
     ]
 
 
-def test_each_family_says_each_key_once() -> None:
+def test_each_family_says_each_key_once():
     """A key of ours that two fields set, or none, would be a mistake in a table."""
     names = {item.name for item in dataclasses.fields(ModelConfig)}
     for family in FAMILIES:

@@ -166,7 +166,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_directory_is_refused_by_name(damage: str, folder: Path) -> None:
+def test_a_damaged_directory_is_refused_by_name(damage, folder):
     spoil, parts = DAMAGES[damage]
     spoil(folder)
     with pytest.raises((ConfigError, UnsupportedError)) as raised:
@@ -179,7 +179,7 @@ def test_a_damaged_directory_is_refused_by_name(damage: str, folder: Path) -> No
     assert raised.value.fix
 
 
-def test_a_pickle_beside_the_weights_is_not_opened(folder: Path) -> None:
+def test_a_pickle_beside_the_weights_is_not_opened(folder):
     """Its content would end the process."""
 
     class Ends:
@@ -192,7 +192,7 @@ def test_a_pickle_beside_the_weights_is_not_opened(folder: Path) -> None:
     assert load_model(folder).num_parameters() > 0
 
 
-def test_links_of_a_download_cache_count_as_inside(folder: Path) -> None:
+def test_links_of_a_download_cache_count_as_inside(folder):
     snapshot, blobs = folder / "snapshots" / "abc", folder / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -202,15 +202,13 @@ def test_links_of_a_download_cache_count_as_inside(folder: Path) -> None:
     assert load_model(snapshot).num_parameters() > 0
 
 
-def test_what_is_no_directory() -> None:
+def test_what_is_no_directory():
     with pytest.raises(ConfigError, match="no such folder\nA model is read from a folder"):
         open_directory(Path("gpt2"))
 
 
 @pytest.mark.parametrize("rows", [128, 300, 4096])
-def test_the_head_of_a_tied_model_may_be_there_if_it_is_the_embedding(
-    rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_of_a_tied_model_may_be_there_if_it_is_the_embedding(rows, folder, monkeypatch):
     """Otherwise transformers computes with it, and others with the embedding."""
     config(folder, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
@@ -235,9 +233,7 @@ def test_the_head_of_a_tied_model_may_be_there_if_it_is_the_embedding(
     [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int64, "I64"), (torch.bool, "BOOL")],
 )
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_llm_refuses_other_dtypes_by_the_name_of_the_tensor(
-    dtype: torch.dtype, found: str, is_alone: bool, folder: Path
-) -> None:
+def test_llm_refuses_other_dtypes_by_the_name_of_the_tensor(dtype, found, is_alone, folder):
     write_tokenizer(folder, ["a b "])
     names = [NORM] if is_alone else list(load_file(folder / FILE))
     put(
@@ -248,7 +244,7 @@ def test_llm_refuses_other_dtypes_by_the_name_of_the_tensor(
         llm.load_model(folder)
 
 
-def test_llm_draws_no_random_numbers(folder: Path) -> None:
+def test_llm_draws_no_random_numbers(folder):
     write_tokenizer(folder, ["a b "])
     before = torch.get_rng_state()
     llm.load_model(folder)
@@ -261,7 +257,7 @@ def halves(folder: Path, norm: torch.Tensor) -> None:
     put(folder, **{NORM: norm})
 
 
-def test_numbers_that_the_dtype_does_not_have_are_refused(folder: Path) -> None:
+def test_numbers_that_the_dtype_does_not_have_are_refused(folder):
     norm = torch.ones(48)
     # 65,504 is the largest number of fp16, and 65,519 the last that rounds to it.
     norm[3], norm[4] = 65519.0, -65504.0
@@ -276,9 +272,7 @@ def test_numbers_that_the_dtype_does_not_have_are_refused(folder: Path) -> None:
         assert load_model(folder, dtype=torch.float32).norm.weight[5] == value
 
 
-def test_numbers_that_the_dtype_does_not_have_are_not_written(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_numbers_that_the_dtype_does_not_have_are_not_written(folder, tmp_path_factory):
     put(folder, **{NORM: torch.full((48,), 65520.0)})
     model, out = load_model(folder), tmp_path_factory.mktemp("written") / "out"
     family, fields = write_config(model.config, 300)
@@ -289,7 +283,7 @@ def test_numbers_that_the_dtype_does_not_have_are_not_written(
     assert load_file(out / FILE)[NORM][0] == 65536
 
 
-def test_an_infinity_of_the_file_is_a_weight_and_nan_is_none(folder: Path) -> None:
+def test_an_infinity_of_the_file_is_a_weight_and_nan_is_none(folder):
     norm = torch.ones(48)
     norm[7] = float("-inf")
     halves(folder, norm)
@@ -300,7 +294,7 @@ def test_an_infinity_of_the_file_is_a_weight_and_nan_is_none(folder: Path) -> No
         load_model(folder)
 
 
-def test_a_tokenizer_that_is_missing_or_damaged(folder: Path) -> None:
+def test_a_tokenizer_that_is_missing_or_damaged(folder):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json") as raised:
         read_tokenizer(open_directory(folder))
     # Which are refused as well.
@@ -310,7 +304,7 @@ def test_a_tokenizer_that_is_missing_or_damaged(folder: Path) -> None:
         read_tokenizer(open_directory(folder))
 
 
-def test_files_stay_closed_after_an_error(folder: Path) -> None:
+def test_files_stay_closed_after_an_error(folder):
     """A process that is asked for many bad directories keeps no descriptor of them."""
     put(folder, **{Q: None})
     before = len(os.listdir("/proc/self/fd"))
@@ -320,7 +314,7 @@ def test_files_stay_closed_after_an_error(folder: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_byte_order_mark_before_json_is_no_damage(folder: Path) -> None:
+def test_a_byte_order_mark_before_json_is_no_damage(folder):
     path = folder / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_model(folder).vocabulary

@@ -97,7 +97,7 @@ def every_tensor(directory: ModelDirectory) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers_before_and_after_writing(case: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_before_and_after_writing(case, tmp_path):
     family, changes = CASES[case]
     theirs = write_directory(tmp_path / "theirs", family, max_shard_size="100KB", **changes)
     assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 1
@@ -114,7 +114,7 @@ def test_logits_equal_transformers_before_and_after_writing(case: str, tmp_path:
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_directory_comes_back_as_it_was(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_directory_comes_back_as_it_was(family, dtype, tmp_path):
     """export(import(d)) is d, bit by bit, and import(export(x)) is x."""
     write_directory(tmp_path / "theirs", family, dtype=dtype)
     model = written_again(
@@ -133,7 +133,7 @@ def test_a_directory_comes_back_as_it_was(family: str, dtype: torch.dtype, tmp_p
         assert torch.equal(mine, other), name
 
 
-def test_a_configuration_of_transformers_4_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_configuration_of_transformers_4_comes_back_as_it_was(tmp_path):
     write_directory(tmp_path / "theirs", "llama")
     path = tmp_path / "theirs/config.json"
     fields = json.loads(path.read_text())
@@ -145,9 +145,7 @@ def test_a_configuration_of_transformers_4_comes_back_as_it_was(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
-def test_a_zeroed_mixer_is_seen(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_zeroed_mixer_is_seen(family, tmp_path, monkeypatch):
     """The comparison above fails by far when a part is missing: the weights are no blind oracle."""
     expected = their_logits(write_directory(tmp_path, family))
     model = load_model(tmp_path)
@@ -160,7 +158,7 @@ def test_a_zeroed_mixer_is_seen(
 
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
-def test_every_row_of_theirs_is_one_row_of_ours(family: str, tmp_path: Path) -> None:
+def test_every_row_of_theirs_is_one_row_of_ours(family, tmp_path):
     """A table is a permutation of rows: none twice, none left out, on either side."""
     write_directory(tmp_path, family)
     model, described = load_model(tmp_path), read_model(open_directory(tmp_path))
@@ -209,9 +207,7 @@ class CountedSlice:
 
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
-def test_a_rank_reads_its_own_bytes_and_no_others(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_its_own_bytes_and_no_others(family, tmp_path, monkeypatch):
     write_directory(tmp_path, family)
     whole = dict(load_model(tmp_path).named_parameters())
     monkeypatch.setattr(tensors, "safe_open", CountedFile)
@@ -229,7 +225,7 @@ def test_a_rank_reads_its_own_bytes_and_no_others(
             assert torch.equal(model.get_parameter(name), expected), name
 
 
-def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
+def test_loading_draws_no_random_numbers(tmp_path):
     """They would take far longer than reading, and change what a program draws afterwards."""
     write_directory(tmp_path, "qwen3_next")
     before = torch.get_rng_state()
@@ -237,7 +233,7 @@ def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
+def test_two_ranks_compute_what_one_computes(tmp_path):
     write_directory(tmp_path, "qwen3_next")
     expected = our_logits(load_model(tmp_path))
 

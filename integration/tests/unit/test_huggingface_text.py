@@ -43,7 +43,7 @@ TEXTS = ["", "the cat", "  two\n\nlines ", "grüße 猫 🙂", "<s>the</s> mat",
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_ids_and_text_equal_transformers(text: str, folder: Path, theirs: Any) -> None:
+def test_ids_and_text_equal_transformers(text, folder, theirs):
     ours = read_tokenizer(opened(folder))
     as_protocol: Tokenizer = ours
     assert ours.encode_prompt(text) == theirs(text)["input_ids"]
@@ -90,7 +90,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_equal_transformers(name: str, theirs: Any) -> None:
+def test_prompts_equal_transformers(name, theirs):
     ours = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
     for chat in CHATS.values():
         for settings in ({}, {"add_generation_prompt": False}, {"tools": TOOLS}):
@@ -102,7 +102,7 @@ def test_prompts_equal_transformers(name: str, theirs: Any) -> None:
             assert ours.render(chat, **options, **variables) == expected
 
 
-def test_what_a_template_refuses_is_an_error_of_ours() -> None:
+def test_what_a_template_refuses_is_an_error_of_ours():
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ConfigError, match="roles must alternate\nThe template of the model"):
         template.render([{"role": "user", "content": "a"}])
@@ -127,19 +127,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_does_nothing(name: str) -> None:
+def test_a_hostile_template_does_nothing(name):
     with pytest.raises(ConfigError, match="chat template"):
         ChatTemplate(HOSTILE[name]).render([{"role": "user", "content": "a"}])
 
 
-def test_objects_reach_a_template_as_their_name() -> None:
+def test_objects_reach_a_template_as_their_name():
     """A path has methods that delete files; the template sees none of them."""
     text = ChatTemplate("{{ messages[0].content }}").render([{"content": Path("/tmp/x")}])
     assert text == "<PosixPath>"
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ ", "{% for x in y %}", "{% unknown %}"])
-def test_what_is_no_template(source: str) -> None:
+def test_what_is_no_template(source):
     with pytest.raises(ConfigError, match="TemplateSyntaxError"):
         ChatTemplate(source)
 
@@ -155,7 +155,7 @@ def template_of(folder: Path, **files: object) -> str | None:
     return None if found is None else found.render([])
 
 
-def test_where_the_template_is_found(folder: Path, tmp_path: Path) -> None:
+def test_where_the_template_is_found(folder, tmp_path):
     """As in transformers: a file goes before a setting, and of several the default is taken."""
     assert template_of(tmp_path) is None
     assert template_of(tmp_path, old={"chat_template": "old"}) == "old"
@@ -178,9 +178,7 @@ def test_where_the_template_is_found(folder: Path, tmp_path: Path) -> None:
         ({"config": {}, "tokenizer_config": {}}, ()),
     ],
 )
-def test_the_ids_that_end_a_text(
-    files: dict[str, Any], expected: tuple[int, ...], folder: Path, tmp_path: Path
-) -> None:
+def test_the_ids_that_end_a_text(files, expected, folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
@@ -188,7 +186,7 @@ def test_the_ids_that_end_a_text(
 
 
 @pytest.mark.parametrize("value", [-1, "2", [], [1, None], True])
-def test_an_end_that_is_no_id(value: object, folder: Path, tmp_path: Path) -> None:
+def test_an_end_that_is_no_id(value, folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError, match=r"config\.json: eos_token_id"):

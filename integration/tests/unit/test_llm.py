@@ -42,7 +42,7 @@ def llm(run: Callable[[str], Path]) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_it_writes_the_likeliest_tokens(name: str, run: Callable[[str], Path]) -> None:
+def test_it_writes_the_likeliest_tokens(name, run):
     alone = load_model(run(name))
     tokens = list(prompt := alone.prompt_ids("word1 word2"))
     for _ in range(GREEDY.max_tokens):
@@ -57,9 +57,7 @@ def test_it_writes_the_likeliest_tokens(name: str, run: Callable[[str], Path]) -
         assert found.prompt_ids == tuple(prompt)
 
 
-def test_a_hugging_face_directory_writes_what_the_run_it_came_from_writes(
-    run: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_hugging_face_directory_writes_what_the_run_it_came_from_writes(run, tmp_path):
     run_to_directory(run("gpt"), tmp_path / "exported")
     options = {"memory_bytes": MEMORY, "max_model_len": 64}
     with LLM(run("gpt"), **options) as here, LLM(tmp_path / "exported", **options) as there:
@@ -71,7 +69,7 @@ def test_a_hugging_face_directory_writes_what_the_run_it_came_from_writes(
         assert there.max_model_len == 64
 
 
-def test_prompts_together_streamed_and_alone_give_the_same_texts(llm: LLM) -> None:
+def test_prompts_together_streamed_and_alone_give_the_same_texts(llm):
     # More prompts than wait at once, of several lengths, as text and as token ids.
     prompts = ["word1 " * count for count in range(1, 12)]
     params = [SamplingParams(seed=seed, max_tokens=5 + seed) for seed in range(len(prompts))]
@@ -87,7 +85,7 @@ def test_prompts_together_streamed_and_alone_give_the_same_texts(llm: LLM) -> No
     assert llm.stats().blocks.used == llm.stats().state_slots.used == 0
 
 
-def test_streams_that_are_read_in_turn_do_not_disturb_each_other(llm: LLM) -> None:
+def test_streams_that_are_read_in_turn_do_not_disturb_each_other(llm):
     (first,), (second,) = llm.generate("word1", GREEDY), llm.generate("word2 word3", GREEDY)
     streams = [llm.stream("word1", GREEDY), llm.stream("word2 word3", GREEDY)]
     found: list[list[int]] = [[], []]
@@ -101,7 +99,7 @@ def test_streams_that_are_read_in_turn_do_not_disturb_each_other(llm: LLM) -> No
     assert [tuple(tokens) for tokens in found] == [first.token_ids, second.token_ids]
 
 
-def test_a_chat_is_the_template_and_stops_before_the_next_question(llm: LLM) -> None:
+def test_a_chat_is_the_template_and_stops_before_the_next_question(llm):
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "word1"}]
     ids, settings = llm.chat_prompt(messages, GREEDY)
     text = "system: short\nuser: word1\nassistant:"
@@ -113,9 +111,7 @@ def test_a_chat_is_the_template_and_stops_before_the_next_question(llm: LLM) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["gpt", "hybrid"])
-def test_with_batch_invariant_a_prompt_has_the_bits_that_it_has_alone(
-    name: str, dtype: str, run: Callable[[str], Path]
-) -> None:
+def test_with_batch_invariant_a_prompt_has_the_bits_that_it_has_alone(name, dtype, run):
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0, seed=3)
     prompts = ["word1 " * count for count in (1, 2, 40, 100, 7)]
     options: dict[str, Any] = {"memory_bytes": 2**24, "batch_invariant": True, "dtype": dtype}
@@ -143,9 +139,7 @@ def test_with_batch_invariant_a_prompt_has_the_bits_that_it_has_alone(
         ({"max_batch_tokens": 318}, "max_batch_tokens=318 and max_requests=64"),
     ],
 )
-def test_what_cannot_be_batch_invariant_is_refused(
-    options: dict[str, Any], told: str, run: Callable[[str], Path]
-) -> None:
+def test_what_cannot_be_batch_invariant_is_refused(options, told, run):
     wanted: dict[str, Any] = {"memory_bytes": 2**24, "max_model_len": 64, "batch_invariant": True}
     with pytest.raises((ConfigError, UnsupportedError), match="batch_invariant=True") as caught:
         LLM(run("gpt"), **wanted, **options)
@@ -154,18 +148,18 @@ def test_what_cannot_be_batch_invariant_is_refused(
         LLM(run("gpt"), **wanted, max_batch_tokens=319).close()
 
 
-def test_experts_are_not_batch_invariant(tmp_path: Path) -> None:
+def test_experts_are_not_batch_invariant(tmp_path):
     folder = tiny_run(tmp_path, "A", "model.experts=4")
     with pytest.raises(UnsupportedError, match="a model with experts"):
         load_model(folder, batch_invariant=True)
 
 
-def test_a_prompt_without_text_begins_a_document(llm: LLM) -> None:
+def test_a_prompt_without_text_begins_a_document(llm):
     (end,) = llm.loaded.tokenizer.eos_ids
     assert llm.generate("", GREEDY)[0].prompt_ids == (end,)
 
 
-def test_a_grammar_binds_a_run_trained_here(llm: LLM) -> None:
+def test_a_grammar_binds_a_run_trained_here(llm):
     pytest.importorskip("llguidance")
     params = SamplingParams(regex="[ab]{8}", max_tokens=40)
     texts = [one.text for one in llm.generate(["word1"] * 3, params)]
@@ -181,9 +175,7 @@ def test_a_grammar_binds_a_run_trained_here(llm: LLM) -> None:
         ("\ud800", "surrogate"),
     ],
 )
-def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(
-    llm: LLM, prompt: str | list[int], message: str
-) -> None:
+def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(llm, prompt, message):
     with pytest.raises(ConfigError, match=message):
         llm.generate(["word1", prompt, "word2"], GREEDY)
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
@@ -200,6 +192,7 @@ def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(
         (lambda llm: llm.generate(["a", b"b"]), "LLM: prompt: b'b', a bytes"),
         (lambda llm: llm.generate("a", {"max_tokens": 3}), "LLM: params: .*, a dict"),
         (lambda llm: llm.generate(["a"], ["b"]), "LLM: params: 'b', a str"),
+        (lambda llm: llm.generate(["a", "b", "c"], [GREEDY] * 2), "2 settings for 3 prompts"),
         (lambda llm: next(llm.stream("a", 5)), "LLM: params: 5, a int"),
         (lambda llm: llm.chat("hi"), "LLM.chat: messages: hi\n"),
         (lambda llm: llm.chat([]), r"LLM.chat: messages: \[\]\n"),
@@ -209,32 +202,28 @@ def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(
         (lambda llm: llm.chat([{"role": "user", "content": "a"}], {}), "LLM: params: {}, a dict"),
     ],
 )
-def test_what_is_no_prompt_or_setting_is_an_error_of_ours(
-    call: Callable[[LLM], object], message: str, llm: LLM
-) -> None:
+def test_what_is_no_prompt_or_setting_is_an_error_of_ours(call, message, llm):
     with pytest.raises(ConfigError, match=message):
         call(llm)
 
 
-def test_bad_arguments_name_the_argument(run: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a checkpoint of a run"):
-        LLM(tmp_path)
-    with pytest.raises(ConfigError, match="no such folder"):
-        LLM(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"'bfloat15'[\s\S]*Did you mean 'bfloat16'"):
-        LLM(run("hybrid"), dtype="bfloat15")
-    with pytest.raises(ConfigError, match="memory_bytes"):
-        LLM(run("hybrid"), memory_bytes=100)
-    with pytest.raises(ConfigError, match="max_model_len"):
-        LLM(run("hybrid"), max_model_len=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "EMPTY"}, "neither a checkpoint of a run"),
+        ({"path": "EMPTY/nowhere"}, "no such folder"),
+        ({"dtype": "bfloat15"}, r"'bfloat15'[\s\S]*Did you mean 'bfloat16'"),
+        ({"memory_bytes": 100}, "memory_bytes"),
+        ({"max_model_len": 0}, "max_model_len"),
+    ],
+)
+def test_bad_arguments_name_the_argument(options, message, run, tmp_path):
+    path = options.get("path", str(run("hybrid"))).replace("EMPTY", str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        LLM(**{**options, "path": path})
 
 
-def test_settings_are_one_for_all_or_one_for_each(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match="2 settings for 3 prompts"):
-        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
-
-
-def test_a_closed_one_says_so(run: Callable[[str], Path]) -> None:
+def test_a_closed_one_says_so(run):
     with LLM(run("hybrid"), memory_bytes=MEMORY, max_model_len=64) as llm:
         stream = llm.stream("word1", GREEDY)
         next(stream)
@@ -243,7 +232,7 @@ def test_a_closed_one_says_so(run: Callable[[str], Path]) -> None:
         llm.generate("word1")
 
 
-def test_the_dtype_is_that_of_all_weights(run: Callable[[str], Path]) -> None:
+def test_the_dtype_is_that_of_all_weights(run):
     kinds = {
         dtype: load_model(run("gpt"), dtype=dtype).model.embedding.weight.dtype
         for dtype in (None, torch.bfloat16, torch.float64)
@@ -256,9 +245,7 @@ def test_the_dtype_is_that_of_all_weights(run: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(("name", "fitting"), [("gpt", "1, 2"), ("mamba", "1"), ("hybrid", "1, 2")])
-def test_ranks_that_cannot_share_a_model_are_told_which_can(
-    name: str, fitting: str, run: Callable[[str], Path]
-) -> None:
+def test_ranks_that_cannot_share_a_model_are_told_which_can(name, fitting, run):
     group: Any = SimpleNamespace(size=3)
     with pytest.raises(ConfigError, match=r"3, and .* is no multiple of 3") as raised:
         load_model(run(name), group=group)
@@ -285,9 +272,7 @@ STATE = StateSpec({"state": (4, 64)}, {"state": torch.float32})  # 1,024 bytes
         ([KV, STATE], 10**9, (12, 6, 12 * 2048 + 6 * 1024)),
     ],
 )
-def test_pools_fit_the_budget(
-    specs: list[KVSpec | StateSpec | None], budget: int, expected: tuple[int, int, int]
-) -> None:
+def test_pools_fit_the_budget(specs, budget, expected):
     options = {"block_size": 16, "max_model_len": 64, "max_requests": 3}
     size = memory_size(specs, **options, budget_bytes=budget)
     assert (size.num_blocks, size.num_state_slots, size.bytes) == expected
@@ -305,8 +290,8 @@ def test_pools_fit_the_budget(
     ],
 )
 def test_a_budget_below_one_request_is_told_the_length_and_the_budget_that_fit(
-    specs: list[KVSpec | StateSpec | None], budget: int, least: int, fitting: int | None
-) -> None:
+    specs, budget, least, fitting
+):
     def size(max_model_len: int, budget: int) -> object:
         options = {"block_size": 16, "max_requests": 3}
         return memory_size(specs, **options, max_model_len=max_model_len, budget_bytes=budget)
@@ -329,8 +314,8 @@ def test_a_budget_below_one_request_is_told_the_length_and_the_budget_that_fit(
     [("cpu", None, 33), ("cuda", None, 100), ("cpu", 400, 133), ("cuda", 400, 133)],
 )
 def test_ranks_on_cpus_share_what_is_free_and_devices_have_their_own(
-    device: str, memory_bytes: int | None, expected: int
-) -> None:
+    device, memory_bytes, expected
+):
     place = torch.device(device)
     assert rank_bytes(place, memory_bytes, 100, ranks=3) == expected
     assert rank_bytes(place, memory_bytes, 100, ranks=1) == (memory_bytes or 100)

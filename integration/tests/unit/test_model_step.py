@@ -107,7 +107,7 @@ CUTS = [(1,), (2, 1), (70, 1, 1), (63, 65, 1, 3), (1, 1, 1, 140, 2), (131,)]
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_chunks_of_any_size_equal_the_forward_pass_of_training(name: str) -> None:
+def test_chunks_of_any_size_equal_the_forward_pass_of_training(name):
     model = model_of(name)
     for cuts in CUTS:
         tokens = tokens_of(sum(cuts))
@@ -120,7 +120,7 @@ def test_chunks_of_any_size_equal_the_forward_pass_of_training(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_requests_that_share_steps_do_not_see_each_other(name: str) -> None:
+def test_requests_that_share_steps_do_not_see_each_other(name):
     """Some decode while others read a chunk of their prompt, begin, wait or begin anew."""
     model, source = model_of(name), random.Random(3)
     texts = [tokens_of(length, seed) for seed, length in enumerate((150, 9, 70, 1, 66))]
@@ -165,7 +165,7 @@ BREAKS: dict[str, Callable[[StepPools], None]] = {
         ("A", "blocks of another"),
     ],
 )
-def test_memory_of_another_request_is_seen(name: str, broken: str) -> None:
+def test_memory_of_another_request_is_seen(name, broken):
     model, texts = model_of(name), [tokens_of(80, 1), tokens_of(80, 2)]
     pools = StepPools(model, 2, 90)
     pools.step(dict(enumerate(texts)))
@@ -177,7 +177,7 @@ def test_memory_of_another_request_is_seen(name: str, broken: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GGGA", "M"])
-def test_states_have_the_dtype_that_was_asked_for(name: str) -> None:
+def test_states_have_the_dtype_that_was_asked_for(name):
     full = model_of(name, torch.bfloat16)
     states = [memory for memory in StepPools(full, 1, 8).memory if isinstance(memory, StateMemory)]
     assert {memory.pools["state"].dtype for memory in states} == {torch.float32}
@@ -206,9 +206,7 @@ def engine_of(model: LanguageModel, **changes: object) -> Engine:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_one_rank_enters_no_collective_and_no_autograd_function(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_enters_no_collective_and_no_autograd_function(name, monkeypatch):
     """Neither while prompts are read nor while text is written."""
     model = model_of(name, torch.float32)
     # The first chunk of a recurrent layer imports what looks for torch.distributed.
@@ -246,7 +244,7 @@ class _CountElements(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["M", "G", "A"])
-def test_a_recurrent_token_costs_as_much_after_any_context(name: str) -> None:
+def test_a_recurrent_token_costs_as_much_after_any_context(name):
     """Work is counted, not timed; attention is the check that growth would be seen."""
     model, work, memory = model_of(name, torch.float32), [], []
     for context in (3, 600):
@@ -263,7 +261,7 @@ def test_a_recurrent_token_costs_as_much_after_any_context(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_two_virtual_ranks_have_the_logits_of_one(name: str) -> None:
+def test_two_virtual_ranks_have_the_logits_of_one(name):
     one = model_of(name)
     texts = [tokens_of(70, 1), tokens_of(3, 2), tokens_of(5, 3)]
     rounds = [dict(enumerate(texts)), {0: [7], 1: [8, 9, 3], 2: [4]}, {2: [1]}, {0: [2], 1: [3]}]
@@ -282,7 +280,7 @@ def test_two_virtual_ranks_have_the_logits_of_one(name: str) -> None:
             assert (mine - theirs).abs().max() <= 1e-11 * theirs.abs().max()
 
 
-def test_a_stream_that_ranks_share_by_tokens_is_refused() -> None:
+def test_a_stream_that_ranks_share_by_tokens_is_refused():
     def on_rank(collectives: VirtualCollectives) -> str:
         model = LanguageModel(model_of("A").config, VOCABULARY, collectives, sequence_parallel=True)
         with pytest.raises(UnsupportedError, match="sequence_parallel=False") as raised:
@@ -294,7 +292,7 @@ def test_a_stream_that_ranks_share_by_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["A", "A with everything"])
-def test_in_sixteen_bits_a_text_goes_on_token_by_token(name: str, dtype: torch.dtype) -> None:
+def test_in_sixteen_bits_a_text_goes_on_token_by_token(name, dtype):
     """Also where each query head has keys of its own, and so one row in a call for one token."""
     model, tokens = model_of(name, dtype), tokens_of(12)
     pools, cuts = StepPools(model, 1, 12), (9, 10, 11, 12)
@@ -342,9 +340,7 @@ def written(
         pytest.param("GGGA", 128, torch.float32, marks=pytest.mark.soak),
     ],
 )
-def test_a_batch_invariant_request_gets_the_bits_that_it_gets_alone(
-    name: str, head_dim: int, dtype: torch.dtype
-) -> None:
+def test_a_batch_invariant_request_gets_the_bits_that_it_gets_alone(name, head_dim, dtype):
     """With any instructions, in any company, cut by any limit, and computed again."""
     # Vectors that are not whole at the end of a tensor have other last bits.
     model = model_of(name, dtype, width=64, head_dim=head_dim)
@@ -364,7 +360,7 @@ def test_a_batch_invariant_request_gets_the_bits_that_it_gets_alone(
 
 
 @pytest.mark.parametrize("name", ["A", "A with everything", "M", "experts"])
-def test_in_bf16_no_bit_of_a_request_depends_on_the_others(name: str) -> None:
+def test_in_bf16_no_bit_of_a_request_depends_on_the_others(name):
     """Torch's products of bf16 give a row the same bits, for sizes of whole vectors."""
     model = model_of(name, torch.bfloat16, width=64)
     texts = [tokens_of(length, seed) for seed, length in enumerate((70, 9, 66, 1, 30))]

@@ -91,12 +91,7 @@ def dense(config: ModelConfig, w: Weights, x_TD: Tensor) -> tuple[Tensor, Tensor
 
 
 def dense_results(
-    config: ModelConfig,
-    w: Weights,
-    x_TD: Tensor,
-    upstream_TD: Tensor,
-    *,
-    has_balance: bool = True,
+    config: ModelConfig, w: Weights, x_TD: Tensor, upstream_TD: Tensor, *, has_balance: bool = True
 ) -> Weights:
     """Output, loss and all gradients of `sum(upstream * output) + balance loss`."""
     leaves = {name: value.clone().requires_grad_() for name, value in w.items()}
@@ -124,11 +119,7 @@ def on_this_rank(
     """The same from the block, with this rank's shards of the weights."""
     block = MixtureOfExperts(
         LayerBuilder(
-            config,
-            tensor_parallel,
-            sequence_parallel,
-            dtype=torch.float64,
-            experts=expert_parallel,
+            config, tensor_parallel, sequence_parallel, dtype=torch.float64, experts=expert_parallel
         )
     )
     ranks = {"dense": tensor_parallel.rank, "expert": expert_parallel.rank}
@@ -188,7 +179,7 @@ def compare_alone(**changes: object) -> None:
     ],
     ids=str,
 )
-def test_one_rank_equals_the_dense_computation(changes: dict[str, object]) -> None:
+def test_one_rank_equals_the_dense_computation(changes):
     compare_alone(**changes)
 
 
@@ -237,9 +228,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("shunned", [None, 0, 3], ids=["", "no rows for 0", "no rows for 3"])
 @pytest.mark.parametrize("sizes", UNEVEN.values(), ids=UNEVEN)
-def test_expert_parallel_ranks_equal_the_dense_computation(
-    sizes: list[int], shunned: int | None
-) -> None:
+def test_expert_parallel_ranks_equal_the_dense_computation(sizes, shunned):
     compare_expert_parallel(sizes, shunned)
 
 
@@ -250,8 +239,8 @@ def test_expert_parallel_ranks_equal_the_dense_computation(
     ids=["sequence", "replicated", "uneven", "one token"],
 )
 def test_tensor_parallel_ranks_equal_the_dense_computation(
-    num_tokens: int, sequence_parallel: bool, has_expert_parallel: bool
-) -> None:
+    num_tokens, sequence_parallel, has_expert_parallel
+):
     """Every token is routed once, also where each rank has all of them, and one has none to do."""
     config = model()
     w, x_TD, upstream_TD = weights(config), inputs(num_tokens), inputs(num_tokens, seed=2)
@@ -302,22 +291,14 @@ def test_tensor_parallel_ranks_equal_the_dense_computation(
 
 
 BREAKS: dict[str, tuple[object, str, object]] = {
-    "weights not renormalised": (
-        moe_module.Router,
-        "forward",
-        lambda self, x: _unscaled(self, x),
-    ),
+    "weights not renormalised": (moe_module.Router, "forward", lambda self, x: _unscaled(self, x)),
     "a rank's last token dropped": (
         moe_module.Dispatch,
         "bring_back",
         lambda self, y: _zero_last(_BRING_BACK(self, y)),
     ),
     "balance loss ignored": (moe_module, "with_side_loss", lambda x, loss: x),
-    "experts mixed up": (
-        moe_module.Dispatch,
-        "send",
-        lambda self, x: _SEND(self, x).flip(0),
-    ),
+    "experts mixed up": (moe_module.Dispatch, "send", lambda self, x: _SEND(self, x).flip(0)),
 }
 _BRING_BACK: Callable[..., Tensor] = Dispatch.bring_back
 _SEND: Callable[..., Tensor] = Dispatch.send
@@ -334,13 +315,13 @@ def _unscaled(router: moe_module.Router, x_TD: Tensor) -> object:
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_piece_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_piece_is_noticed(name, monkeypatch):
     monkeypatch.setattr(*BREAKS[name])
     with pytest.raises(AssertionError, match="off by"):
         compare_expert_parallel([8, 8])
 
 
-def test_tokens_travel_once_each_way() -> None:
+def test_tokens_travel_once_each_way():
     """Forward: counts, rows there, rows back. Backward: rows there and back, no counts."""
     config = model(shared_expert_width=0)
     w, x_TD = weights(config), inputs(8)
@@ -371,7 +352,7 @@ def test_tokens_travel_once_each_way() -> None:
         assert [call.sent_bytes for call in backward] == [there.sent_bytes, back.sent_bytes]
 
 
-def test_alone_nothing_is_sent_and_nothing_is_waited_for() -> None:
+def test_alone_nothing_is_sent_and_nothing_is_waited_for():
     spy = SpyCollectives(IdentityCollectives())
     config = model()
     block = MixtureOfExperts(LayerBuilder(config, IdentityCollectives(), experts=spy))
@@ -379,7 +360,7 @@ def test_alone_nothing_is_sent_and_nothing_is_waited_for() -> None:
     assert spy.calls == []
 
 
-def test_balance_adds_up_integers_once() -> None:
+def test_balance_adds_up_integers_once():
     """One all-reduce of as many counts as rows have experts, none in backward."""
     config = model(shared_expert_width=0)
 
@@ -399,7 +380,7 @@ def test_balance_adds_up_integers_once() -> None:
         assert backward == []
 
 
-def test_a_block_that_is_computed_again_in_backward_has_the_same_gradients() -> None:
+def test_a_block_that_is_computed_again_in_backward_has_the_same_gradients():
     config = model()
     block = MixtureOfExperts(LayerBuilder(config, IdentityCollectives(), dtype=torch.float64))
     found = []
@@ -424,9 +405,7 @@ def test_a_block_that_is_computed_again_in_backward_has_the_same_gradients() -> 
     top_k=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-def test_every_row_reaches_its_expert_and_comes_back(
-    sizes: list[int], experts_per_rank: int, top_k: int, seed: int
-) -> None:
+def test_every_row_reaches_its_expert_and_comes_back(sizes, experts_per_rank, top_k, seed):
     """Rows carry their own number, and what comes back is that number and the expert met."""
     num_experts = experts_per_rank * len(sizes)
     top_k = min(top_k, num_experts)
@@ -450,13 +429,13 @@ def test_every_row_reaches_its_expert_and_comes_back(
     assert torch.equal(back[..., 1], chosen.double())
 
 
-def test_counts_are_those_of_bincount() -> None:
+def test_counts_are_those_of_bincount():
     values = torch.tensor([3, 1, 3, 0, 3])
     assert torch.equal(count(values, 6), torch.bincount(values, minlength=6))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 8], [8, 0, 0]], ids=str)
-def test_the_kernel_and_the_loop_agree(counts: list[int]) -> None:
+def test_the_kernel_and_the_loop_agree(counts):
     """torch runs the kernel's operation on the CPU as well, in fp32."""
     generator = torch.Generator().manual_seed(3)
     results = []
@@ -471,7 +450,7 @@ def test_the_kernel_and_the_loop_agree(counts: list[int]) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
 
 
-def test_a_block_runs_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_runs_on_the_kernel(monkeypatch):
     """Gradients reach the kernel in a form that it takes, and leave the same numbers."""
     block = MixtureOfExperts(LayerBuilder(model(width=16), IdentityCollectives()))
     generator = torch.Generator().manual_seed(1)
@@ -487,13 +466,13 @@ def test_a_block_runs_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-def test_experts_that_do_not_divide_are_refused() -> None:
+def test_experts_that_do_not_divide_are_refused():
     group = VirtualCollectives(0, 3, [], None)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="4 positions over 3 ranks"):
         MixtureOfExperts(LayerBuilder(model(), IdentityCollectives(), experts=group))
 
 
-def test_autocast_computes_experts_in_bf16_and_routes_in_fp32() -> None:
+def test_autocast_computes_experts_in_bf16_and_routes_in_fp32():
     config = model(experts_per_token=2)
     block = MixtureOfExperts(LayerBuilder(config, IdentityCollectives()))
     for name, value in weights(config).items():

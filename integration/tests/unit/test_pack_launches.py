@@ -36,7 +36,7 @@ print(*(launch[0] for launch in launches))
 """
 
 
-def test_packs_are_launched_as_they_were_compiled() -> None:
+def test_packs_are_launched_as_they_were_compiled():
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True

@@ -79,9 +79,7 @@ def round_linears(model: nn.Module) -> None:
 
 # A tied head with biases, a recurrent family, and gates, experts and recurrence together.
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mamba2", "qwen3_next"])
-def test_logits_are_those_of_transformers_with_the_rounded_weights(
-    family: str, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_transformers_with_the_rounded_weights(family, tmp_path):
     theirs = directory(tmp_path, family)
     loaded = load_model(tmp_path, quantization="int8").model
     linears = [n for n, m in load_directory(tmp_path).named_modules() if hasattr(m, "layout")]
@@ -96,7 +94,7 @@ def test_logits_are_those_of_transformers_with_the_rounded_weights(
     assert (before - logits(theirs, few)).abs().max() > 20 * TOLERANCE
 
 
-def test_a_rank_quantises_its_own_rows(llama: Path) -> None:
+def test_a_rank_quantises_its_own_rows(llama):
     whole, tokens = load_model(llama, quantization="int8").model, torch.arange(12)
 
     def mine(collectives: VirtualCollectives) -> LanguageModel:
@@ -128,7 +126,7 @@ def test_a_rank_quantises_its_own_rows(llama: Path) -> None:
         assert 0 < (found - exact).norm() <= 1.2 * error
 
 
-def test_texts_written_together_are_those_written_alone(llama: Path) -> None:
+def test_texts_written_together_are_those_written_alone(llama):
     # Prompts of more rows than the kernel takes, and texts of fewer.
     prompts = [text * count for count, text in zip((1, 6, 3), TEXTS, strict=True)]
     with LLM(llama, quantization="int8", memory_bytes=2**21, speculative_tokens=2) as llm:
@@ -137,7 +135,7 @@ def test_texts_written_together_are_those_written_alone(llama: Path) -> None:
             assert llm.generate(prompt, GREEDY)[0].token_ids == expected.token_ids
 
 
-def test_a_run_loses_little(tmp_path: Path) -> None:
+def test_a_run_loses_little(tmp_path):
     folder = tiny_run(tmp_path, "GA")
     exact, found = load_model(folder), load_model(folder, quantization="int8")
     tokens = torch.tensor(exact.prompt_ids("word1 word2 word3 " * 40)[:200])
@@ -157,9 +155,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_weights_are_never_there_in_both_forms(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_never_there_in_both_forms(family, tmp_path, monkeypatch):
     directory(tmp_path, family, dtype=torch.bfloat16)
     seen: list[int] = []
     replace = weight_form.quantize_int8
@@ -178,7 +174,7 @@ def test_weights_are_never_there_in_both_forms(
     assert max(seen) <= bytes_of(model) + largest < bytes_of(exact)
 
 
-def test_what_cannot_be_quantised_is_refused_before_it_is_read(llama: Path) -> None:
+def test_what_cannot_be_quantised_is_refused_before_it_is_read(llama):
     with pytest.raises(ConfigError, match=r"'int4'(.|\n)*Known here: 'int8'|Did you mean 'int8'"):
         LLM(llama, quantization="int4")
     with pytest.raises(UnsupportedError, match="device cuda"):
@@ -187,7 +183,7 @@ def test_what_cannot_be_quantised_is_refused_before_it_is_read(llama: Path) -> N
         LLM(llama, quantization="int8", dtype="float16")
 
 
-def test_commands_take_the_option(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_the_option(llama, capsys):
     words = [str(llama), "--quantization", "int8"]
     for command in (chat.command, serve.command):
         parser = argparse.ArgumentParser()

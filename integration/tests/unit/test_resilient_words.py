@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,17 +32,13 @@ def transition(reason: str, ranks: tuple[int, ...], gone: dict[int, str]) -> Tra
         ("a link broke", (0, 1, 2), {}, "a link broke"),
     ],
 )
-def test_a_generation_is_explained_by_its_ranks(
-    reason: str, ranks: tuple[int, ...], gone: dict[int, str], expected: str
-) -> None:
+def test_a_generation_is_explained_by_its_ranks(reason, ranks, gone, expected):
     first = transition("the job starts", (0, 1, 2), {})
     assert cause([first]) == "the job starts"
     assert cause([first, transition(reason, ranks, gone)]) == expected
 
 
-def test_a_closed_port_is_told_without_a_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_port_is_told_without_a_store(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     # It would try for minutes.
@@ -53,8 +48,8 @@ def test_a_closed_port_is_told_without_a_store(
 
 
 def test_a_rank_that_comes_back_imports_and_takes_the_threads_of_the_others_before_it_joins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """From the moment that it joins the others wait for it, and torch takes seconds."""
     order: list[object] = []
     told = {"size": 2, "config": {}, "folder": str(tmp_path), "threads": 3}
@@ -66,9 +61,7 @@ def test_a_rank_that_comes_back_imports_and_takes_the_threads_of_the_others_befo
     assert order == ["pcomm.integration.train.resilient", "torch._dynamo", 3, "joins"]
 
 
-def test_an_error_of_the_run_is_not_that_of_the_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_run_is_not_that_of_the_address(tmp_path, monkeypatch):
     def fails(*_: object) -> None:
         raise OSError("No space left on device")
 
@@ -81,7 +74,7 @@ def test_an_error_of_the_run_is_not_that_of_the_address(
         train_resilient.join_resilient("127.0.0.1:1", 2, tmp_path)
 
 
-def test_a_full_disk_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_without_a_traceback(tmp_path):
     reason, full = "failed: OSError: [Errno 28] No space left", OSError(28, "No space left")
     reports = {rank: RankReport(rank, 0, reason, error=full) for rank in (0, 1)}
     with pytest.raises(ConfigError, match=r"rank 0: failed: OSError: \[Errno 28\] No space left"):
@@ -91,9 +84,7 @@ def test_a_full_disk_is_told_without_a_traceback(tmp_path: Path) -> None:
         train_resilient._outcome({**reports, 2: RankReport(2, 0, "failed", error=late)}, tmp_path)
 
 
-def test_the_folder_of_another_run_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_another_run_is_left_alone(tmp_path, monkeypatch):
     """The rank could be the one that writes metrics, and removes rows that come later."""
     told = {"size": 2, "config": {}, "folder": str(tmp_path / "run")}
     monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
@@ -102,9 +93,7 @@ def test_the_folder_of_another_run_is_left_alone(
         train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path / "other")
 
 
-def test_a_run_that_could_not_go_on_is_refused_before_a_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_could_not_go_on_is_refused_before_a_rank_starts(tmp_path, monkeypatch):
     run_words(write_words(tmp_path / "text"), tmp_path / "run", "train.steps=2")
     monkeypatch.setattr(ResilientRanks, "start", lambda *_: pytest.fail("ranks start"))
     config = load_config(tmp_path / "run" / "config.toml")

@@ -38,13 +38,13 @@ def llm_of(stats: Any) -> LLM:
     return cast(LLM, SimpleNamespace(stats=stats))
 
 
-def test_a_text_of_one_token_has_no_step_of_decoding() -> None:
+def test_a_text_of_one_token_has_no_step_of_decoding():
     summary = RunSummary(1, 0.25, stats_after(1))
     assert str(summary).startswith("1 tokens in 0.25 s; host: schedule ")
     assert summary.fields()["decode"] is None
 
 
-def test_the_line_and_the_fields_say_the_same() -> None:
+def test_the_line_and_the_fields_say_the_same():
     summary = RunSummary(3, 1.5, stats_after(3))
     tokens, step, host = str(summary).split("; ")
     assert tokens == "3 tokens in 1.50 s"
@@ -63,9 +63,7 @@ def test_the_line_and_the_fields_say_the_same() -> None:
     assert list(found["host_us"]) == ["schedule", "batch", "model", "sample", "outputs"]
 
 
-def test_nothing_is_said_without_a_text_or_by_an_engine_that_has_failed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nothing_is_said_without_a_text_or_by_an_engine_that_has_failed(capsys):
     def failed() -> EngineStats:
         raise PeerError("stats", found="a rank that died", why="It is gone.", fix="Start again.")
 

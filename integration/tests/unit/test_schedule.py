@@ -68,16 +68,14 @@ def resumed(
     return progress, caplog.text
 
 
-def test_what_is_not_changed_is_not_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_what_is_not_changed_is_not_mentioned(tmp_path, caplog):
     for config, step in ((COSINE, 40), (CONSTANT, 100)):
         saved(tmp_path, Progress(step, skipped=3), config)
         longer = config if config is COSINE else changed(config, steps=300)
         assert resumed(tmp_path, longer, caplog) == (Progress(step, skipped=3), "")
 
 
-def test_a_finished_run_that_is_made_longer_says_that_the_rate_jumps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_finished_run_that_is_made_longer_says_that_the_rate_jumps(tmp_path, caplog):
     saved(tmp_path, Progress(100), COSINE)
     longer = changed(COSINE, steps=200)
     progress, said = resumed(tmp_path, longer, caplog)
@@ -92,9 +90,7 @@ def test_a_finished_run_that_is_made_longer_says_that_the_rate_jumps(
     assert resumed(tmp_path, COSINE, caplog)[1] == ""
 
 
-def test_with_rewarm_steps_it_does_not_jump_also_after_another_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_with_rewarm_steps_it_does_not_jump_also_after_another_start(tmp_path, caplog):
     saved(tmp_path, Progress(100), COSINE)
     longer = changed(COSINE, steps=200, rewarm_steps=8)
     progress, said = resumed(tmp_path, longer, caplog)
@@ -109,7 +105,7 @@ def test_with_rewarm_steps_it_does_not_jump_also_after_another_start(
     assert rates(longer, again.rewarm) == steps
 
 
-def test_another_peak_is_said_too(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_another_peak_is_said_too(tmp_path, caplog):
     saved(tmp_path, Progress(40), COSINE)
     progress, said = resumed(tmp_path, changed(COSINE, learning_rate=0.5), caplog)
     assert progress == Progress(40)
@@ -117,9 +113,7 @@ def test_another_peak_is_said_too(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "train.steps was" not in said
 
 
-def test_a_jump_that_three_digits_do_not_show_is_shown_with_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_jump_that_three_digits_do_not_show_is_shown_with_more(tmp_path, caplog):
     config = changed(COSINE, steps=1000, learning_rate=3e-4)
     saved(tmp_path, Progress(13), config)
     said = resumed(tmp_path, changed(config, steps=1001), caplog)[1]
@@ -128,9 +122,7 @@ def test_a_jump_that_three_digits_do_not_show_is_shown_with_more(
     assert found.groups() == ("0.000299994", "0.000299989")
 
 
-def test_a_rate_that_stays_where_it_is_does_not_jump(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_rate_that_stays_where_it_is_does_not_jump(tmp_path, caplog):
     saved(tmp_path, Progress(10), COSINE)
     assert learning_rate(COSINE, 9) == 1.0 > learning_rate(COSINE, 10)
     assert resumed(tmp_path, changed(COSINE, schedule="constant"), caplog) == (Progress(10), "")
@@ -148,12 +140,12 @@ def test_a_rate_that_stays_where_it_is_does_not_jump(
         {"rewarm": [1, None]},
     ],
 )
-def test_a_state_that_no_run_wrote(tmp_path: Path, state: dict[str, object]):
+def test_a_state_that_no_run_wrote(tmp_path, state):
     (tmp_path / "state.json").write_text(json.dumps({"step": 4, **state}))
     with pytest.raises(ConfigError, match=r"state\.json with skipped"):
         Progress.resumed(Checkpoint(4, tmp_path), COSINE)
 
 
-def test_a_state_of_an_earlier_version(tmp_path: Path):
+def test_a_state_of_an_earlier_version(tmp_path):
     (tmp_path / "state.json").write_text('{"step": 4}')
     assert Progress.resumed(Checkpoint(4, tmp_path), COSINE) == Progress(4)

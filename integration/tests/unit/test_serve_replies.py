@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ class Texts:
         return "x"
 
 
-def test_offsets_of_tokens_go_on_over_chunks_of_each_text() -> None:
+def test_offsets_of_tokens_go_on_over_chunks_of_each_text():
     made = CompletionReply("x", "m", Texts(), num_texts=2, has_usage=False, has_logprobs=True)
     entries = tuple(TokenLogprobs(1, -0.5, {}) for _ in range(3))
     offsets = []
@@ -39,7 +38,7 @@ def test_offsets_of_tokens_go_on_over_chunks_of_each_text() -> None:
 
 @pytest.mark.parametrize("reply", [CompletionReply, ChatReply])
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, -1e30])
-def test_logprobs_are_numbers_of_json(reply: Any, value: float) -> None:
+def test_logprobs_are_numbers_of_json(reply, value):
     made = reply("x", "m", Texts(), num_texts=1, has_usage=False, has_logprobs=True)
     entry = TokenLogprobs(1, value, {2: value})
     (*_, part) = made.chunks(0, RequestOutput("x-0", (1,), text="x", logprobs=(entry,)))

@@ -45,7 +45,7 @@ def losses(*steps: int) -> list[tuple[int, str]]:
     return [(step, "loss") for step in steps]
 
 
-def test_one_of_them_writes(ranks: list[SharedRows], tmp_path: Path) -> None:
+def test_one_of_them_writes(ranks, tmp_path):
     enter(ranks, 0, writer=0)
     do_steps(ranks, 1, 2)
     assert written(tmp_path) == losses(1, 2)
@@ -56,9 +56,7 @@ def test_one_of_them_writes(ranks: list[SharedRows], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", [0, 1])
-def test_the_next_writer_adds_the_row_of_a_step_that_was_applied(
-    writer: int, ranks: list[SharedRows], tmp_path: Path
-) -> None:
+def test_the_next_writer_adds_the_row_of_a_step_that_was_applied(writer, ranks, tmp_path):
     enter(ranks, 0, writer=0)
     do_steps(ranks, 1)
     do_steps(ranks, 2, writes=False)
@@ -68,7 +66,7 @@ def test_the_next_writer_adds_the_row_of_a_step_that_was_applied(
     assert written(tmp_path) == losses(1, 2, 3)
 
 
-def test_a_step_that_was_not_applied_gets_no_row(ranks: list[SharedRows], tmp_path: Path) -> None:
+def test_a_step_that_was_not_applied_gets_no_row(ranks, tmp_path):
     enter(ranks, 0, writer=0)
     do_steps(ranks, 1)
     do_steps(ranks, 2, writes=False)
@@ -76,7 +74,7 @@ def test_a_step_that_was_not_applied_gets_no_row(ranks: list[SharedRows], tmp_pa
     assert written(tmp_path) == losses(1)
 
 
-def test_a_row_that_was_torn_is_written_again(ranks: list[SharedRows], tmp_path: Path) -> None:
+def test_a_row_that_was_torn_is_written_again(ranks, tmp_path):
     enter(ranks, 0, writer=0)
     do_steps(ranks, 1, 2)
     file = tmp_path / "metrics.jsonl"
@@ -87,9 +85,7 @@ def test_a_row_that_was_torn_is_written_again(ranks: list[SharedRows], tmp_path:
 
 @pytest.mark.parametrize("writer", [0, 1])
 @pytest.mark.parametrize("step", [0, 2])
-def test_steps_that_are_repeated_lose_their_rows(
-    step: int, writer: int, ranks: list[SharedRows], tmp_path: Path
-) -> None:
+def test_steps_that_are_repeated_lose_their_rows(step, writer, ranks, tmp_path):
     enter(ranks, 0, writer=0)
     do_steps(ranks, 1, 2, 3)
     ranks[0].write({"step": 3, "bits_per_byte": 1.0})
@@ -100,9 +96,7 @@ def test_steps_that_are_repeated_lose_their_rows(
     assert written(tmp_path) == [*losses(1, 2, 3), (3, "bits_per_byte")]
 
 
-def test_an_evaluation_that_is_repeated_has_one_row(
-    ranks: list[SharedRows], tmp_path: Path
-) -> None:
+def test_an_evaluation_that_is_repeated_has_one_row(ranks, tmp_path):
     enter(ranks, 0, writer=0)
     do_steps(ranks, 1)
     for writer in (0, 1, 1):

@@ -148,7 +148,7 @@ def weight_bytes(model: LanguageModel, reads: Reads) -> int:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_step_of_one_request_reads_what_it_says(kind: str) -> None:
+def test_a_step_of_one_request_reads_what_it_says(kind):
     model = model_of(kind)
     found, weights, _ = observed(model, [5])
     assert not found.is_upper_bound
@@ -162,7 +162,7 @@ def test_a_step_of_one_request_reads_what_it_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_step_of_three_requests_reads_weights_once_and_each_ones_memory(kind: str) -> None:
+def test_a_step_of_three_requests_reads_weights_once_and_each_ones_memory(kind):
     model, prompts = model_of(kind), [5, 17, 2]
     found, weights, kept = observed(model, prompts)
     seen = weight_bytes(model, weights)
@@ -183,7 +183,7 @@ def test_a_step_of_three_requests_reads_weights_once_and_each_ones_memory(kind: 
     assert found.moved.logits == 3 * VOCABULARY * (2 if "bf16" in kind else 4)
 
 
-def test_a_rank_counts_its_own_share() -> None:
+def test_a_rank_counts_its_own_share():
     def work(collectives: VirtualCollectives) -> tuple[int, int]:
         model = model_of("experts", collectives)
         weights = model.step_weights()

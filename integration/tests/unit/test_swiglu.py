@@ -14,7 +14,7 @@ def plain(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def test_forward_and_backward_equal_autograd() -> None:
+def test_forward_and_backward_equal_autograd():
     torch.manual_seed(0)
     inputs = 3 * torch.randn(7, 10, dtype=torch.float64)
     # Not contiguous, as gradients of a split often are.
@@ -30,7 +30,7 @@ def test_forward_and_backward_equal_autograd() -> None:
     assert_close(our_gradient, their_gradient, num_terms=8)
 
 
-def test_bf16_is_as_accurate_as_plain_torch() -> None:
+def test_bf16_is_as_accurate_as_plain_torch():
     torch.manual_seed(0)
     inputs = torch.randn(64, 32)
     gradients = []

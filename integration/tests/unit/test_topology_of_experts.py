@@ -23,9 +23,7 @@ from pcomm.integration.parallelize import topology_of
         (ParallelConfig(dp=2, cp=2, tp=2, ep=4), (0, 1, 2, 3), (1, 5)),
     ],
 )
-def test_neighbours_share_experts(
-    parallel: ParallelConfig, ep: tuple[int, ...], holders: tuple[int, ...]
-) -> None:
+def test_neighbours_share_experts(parallel, ep, holders):
     config = tiny_config(parallel, model={"experts": 8})
     topology = topology_of(validate(config, parallel.dp * parallel.cp * parallel.tp).parallel)
     assert topology.members(1, "expert.ep") == ep

@@ -22,12 +22,7 @@ MODELS = {
     "mamba": {"pattern": "M"},
     "mamba without MLP": {"pattern": "M", "mamba_conv_bias": False, "mlp_width": "none"},
     "hybrid": {"pattern": "GGAM", "layers": 4},
-    "experts": {
-        "experts": 4,
-        "moe_every": 2,
-        "shared_expert_width": 9,
-        "shared_expert_gate": True,
-    },
+    "experts": {"experts": 4, "moe_every": 2, "shared_expert_width": 9, "shared_expert_gate": True},
     "experts alone": {"experts": 4, "shared_expert_width": 11},
 }
 
@@ -40,7 +35,7 @@ class _OneOf(IdentityCollectives):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_and_plan_cut_alike(name: str) -> None:
+def test_layers_and_plan_cut_alike(name):
     config = resolve_model(ModelConfig(**{**UNEVEN_SIZES, **MODELS[name]}))
     topology = Topology({"dp": TP, "tp": TP})
     failed = [TP * replica + gone for replica in range(TP) for gone in range(replica)]
@@ -65,13 +60,11 @@ def test_layers_and_plan_cut_alike(name: str) -> None:
     assert seen == {key for key, _ in made.units}, "every key names a parameter"
 
 
-def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
+def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank():
     """Work is what a token meets, so the pace of a replica follows from all of its layers."""
     config = resolve_model(ModelConfig(layers=2, width=16, heads=4, kv_heads=4, mlp_width=12))
     made = plan(
-        Topology({"dp": 2, "tp": 4}),
-        Failures.from_global_ranks([3]),
-        units_of_model(config, 24),
+        Topology({"dp": 2, "tp": 4}), Failures.from_global_ranks([3]), units_of_model(config, 24)
     )
     # Weights of a token: attention 2 x 4 x 16 x 16, MLP 2 x 3 x 16 x 12, head 24 x 16. On three
     # ranks attention takes two heads where a rank had one, the others a third for a quarter.
@@ -83,7 +76,7 @@ def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "gdn", "mamba"])
-def test_slow_ranks_hold_less_as_the_plan_says(name: str) -> None:
+def test_slow_ranks_hold_less_as_the_plan_says(name):
     config = resolve_model(ModelConfig(**{**UNEVEN_SIZES, **MODELS[name]}))
     made = plan(
         Topology({"dp": 2, "tp": 3}),

@@ -34,7 +34,7 @@ def model_of(pattern: str = "A", **sizes: int) -> LanguageModel:
     return model.eval()
 
 
-def test_only_the_logits_that_are_asked_for_are_computed() -> None:
+def test_only_the_logits_that_are_asked_for_are_computed():
     model, rows = model_of("MA"), []
     model.head.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     pools, tokens = StepPools(model, 2, 50), list(range(50))
@@ -73,19 +73,19 @@ class Writing:
         return joined(ids, outputs)
 
 
-def test_a_long_prompt_costs_one_row_of_logits() -> None:
+def test_a_long_prompt_costs_one_row_of_logits():
     found = Writing()
     found.write("words " * 700, SamplingParams(max_tokens=3, temperature=0))
     assert set(found.rows) == {1}
 
 
-def test_a_limit_beyond_all_memory_is_only_a_limit() -> None:
+def test_a_limit_beyond_all_memory_is_only_a_limit():
     text = Writing().write("some", SamplingParams(max_tokens=10**10, temperature=3.0))
     assert text.finish_reason == "stop"
     assert len(text.token_ids) < 2048
 
 
-def test_a_stop_string_ends_the_text_before_it() -> None:
+def test_a_stop_string_ends_the_text_before_it():
     found = Writing()
     settings = SamplingParams(max_tokens=60, temperature=0.7, seed=2)
     whole = found.write("some words", settings)
@@ -100,7 +100,7 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 5e-324, 1e300])
-def test_every_temperature_that_python_can_name(temperature: float) -> None:
+def test_every_temperature_that_python_can_name(temperature):
     found = Writing()
     settings = SamplingParams(max_tokens=8, temperature=temperature)
     text = found.write("some", settings)

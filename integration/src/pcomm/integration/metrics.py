@@ -296,12 +296,7 @@ def duration(seconds: float) -> str:
 
 
 def open_sinks(
-    run_dir: Path,
-    *,
-    rank: int,
-    total_steps: int,
-    stream: TextIO,
-    keep_through: int | None = None,
+    run_dir: Path, *, rank: int, total_steps: int, stream: TextIO, keep_through: int | None = None
 ) -> SinkGroup:
     """All sinks of a run on rank 0: file, progress line, TensorBoard if installed. Else none.
 

@@ -33,11 +33,7 @@ def test_a_mesh_uses_the_communicators_of_the_groups(rank: int) -> None:
         assert mesh.get_group("tp") is groups["tp"].process_group
         assert mesh.get_group("dp") is groups["dp"].process_group
         assert list(mesh.get_coordinate()) == [rank // 2, rank % 2]
-
-
-@ranks(4)
-def test_the_dimensions_stand_in_the_order_asked_for(rank: int) -> None:
-    with open_groups(SQUARE, ["tp", "dp"]) as groups:
+        # The dimensions stand in the order asked for.
         mesh = device_mesh(groups, ["tp", "dp"])
         assert mesh.mesh.tolist() == [[0, 2], [1, 3]]
         assert list(mesh.get_coordinate()) == [rank % 2, rank // 2]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import gc
+import itertools
 import os
 import socket
 import stat
 import struct
 import termios
 import time
+import warnings
+from typing import get_args
 
 import pytest
 import torch
@@ -18,10 +22,10 @@ from torch import Tensor
 from pcomm.core.collectives.autograd import DifferentiableCollectives, differentiable
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.instrumented import SpyCollectives
-from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.collectives.protocol import Collectives, OperationName
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.core.testing.assertions import assert_equal
-from pcomm.core.testing.on_ranks import default_collectives, ranks
+from pcomm.core.testing.on_ranks import default_collectives, ranks, run_twin
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
@@ -35,12 +39,18 @@ def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tenso
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @ranks(3)
-def test_all_gather_joins_shards(rank: int, dim: int, dtype: torch.dtype) -> None:
+def test_shards_are_gathered_and_sums_are_scattered(
+    rank: int, dim: int, dtype: torch.dtype
+) -> None:
+    collectives = default_collectives()
     shards = [of_rank(r, 2, 3, 4, dtype=dtype) for r in range(3)]
-    assert_equal(default_collectives().all_gather(shards[rank], dim=dim), torch.cat(shards, dim))
-    pending = default_collectives().all_gather_async(shards[rank], dim=dim)
+    assert_equal(collectives.all_gather(shards[rank], dim=dim), torch.cat(shards, dim))
+    pending = collectives.all_gather_async(shards[rank], dim=dim)
     assert_equal(pending.wait(), torch.cat(shards, dim))
     assert pending.wait() is pending.wait()
+    addends = [of_rank(r, 3, 6, 9, dtype=dtype) for r in range(3)]
+    expected = torch.stack(addends).sum(0).chunk(3, dim)[rank].contiguous()
+    assert_equal(collectives.reduce_scatter(addends[rank], dim=dim), expected)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (0, 5, 1), (4, 0, 0), (2, 2, 2)], ids=str)
@@ -59,15 +69,6 @@ def test_uneven_shards_are_gathered_and_scattered(
         default_collectives().reduce_scatter_async(addends[rank], dim=dim, sizes=sizes).wait(),
     ):
         assert_equal(result, expected.contiguous())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@ranks(3)
-def test_reduce_scatter_adds_and_splits(rank: int, dim: int, dtype: torch.dtype) -> None:
-    addends = [of_rank(r, 3, 6, 9, dtype=dtype) for r in range(3)]
-    expected = torch.stack(addends).sum(0).chunk(3, dim)[rank].contiguous()
-    assert_equal(default_collectives().reduce_scatter(addends[rank], dim=dim), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,26 +100,6 @@ def test_inputs_and_outputs_need_not_be_contiguous(rank: int) -> None:
     assert_equal(in_place.contiguous(), total)
 
 
-@ranks(3)
-def test_out_is_written_and_returned(rank: int) -> None:
-    collectives = default_collectives()
-    addends = [of_rank(r, 6) for r in range(3)]
-    total = torch.stack(addends).sum(0)
-    gathered, shard = torch.empty(18).double(), torch.empty(2).double()
-    assert collectives.all_gather(addends[rank], out=gathered) is gathered
-    assert_equal(gathered, torch.cat(addends))
-    assert collectives.reduce_scatter(addends[rank], out=shard) is shard
-    assert_equal(shard, total[rank * 2 : rank * 2 + 2])
-    received = torch.empty(6).double()
-    collectives.all_to_all_async(addends[rank], out=received).wait()
-    assert_equal(received, torch.cat([a[rank * 2 : rank * 2 + 2] for a in addends]))
-    in_place = addends[rank].clone()
-    assert collectives.all_reduce(in_place, out=in_place) is in_place
-    assert_equal(in_place, total)
-    assert collectives.broadcast(addends[rank], source=1, out=in_place) is in_place
-    assert_equal(in_place, addends[1])
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 @ranks(3)
 def test_all_to_all_sends_uneven_parts(rank: int, dim: int) -> None:
@@ -143,37 +124,16 @@ def test_gradients_are_those_of_the_sum_of_all_losses(rank: int) -> None:
     collectives = DifferentiableCollectives(SpyCollectives(default_collectives()))
     inputs = [of_rank(r, 6, 3).requires_grad_() for r in range(3)]
     weights = [of_rank(r + 5, 18, 3) for r in range(3)]
-    operations = {
-        "all_gather": (collectives.all_gather, lambda r: torch.cat(inputs)),
-        "all_gather_async": (
-            lambda x: collectives.all_gather_async(x, dim=1).wait(),
-            lambda r: torch.cat(inputs, 1),
-        ),
-        "reduce_scatter": (collectives.reduce_scatter, lambda r: sum(inputs).chunk(3)[r]),
-        "reduce_scatter_async": (
-            lambda x: collectives.reduce_scatter_async(x, sizes=[1, 2, 3]).wait(),
-            lambda r: sum(inputs).split([1, 2, 3])[r],
-        ),
-        "all_reduce": (collectives.all_reduce, lambda r: sum(inputs)),
-        "all_reduce_async": (
-            lambda x: collectives.all_reduce_async(x).wait(),
-            lambda r: sum(inputs),
-        ),
-        "all_to_all": (
-            collectives.all_to_all,
-            lambda r: torch.cat([x.chunk(3)[r] for x in inputs]),
-        ),
-        "all_to_all_async": (
-            lambda x: collectives.all_to_all_async(x).wait(),
-            lambda r: torch.cat([x.chunk(3)[r] for x in inputs]),
-        ),
-        "broadcast": (lambda x: collectives.broadcast(x, source=1), lambda r: inputs[1]),
-        "broadcast_async": (
-            lambda x: collectives.broadcast_async(x, source=2).wait(),
-            lambda r: inputs[2],
-        ),
-    }
-    for name, (distributed, single) in operations.items():
+    operations = [
+        ("all_gather", {}, lambda r: torch.cat(inputs)),
+        ("all_gather", {"dim": 1}, lambda r: torch.cat(inputs, 1)),
+        ("reduce_scatter", {}, lambda r: sum(inputs).chunk(3)[r]),
+        ("reduce_scatter", {"sizes": [1, 2, 3]}, lambda r: sum(inputs).split([1, 2, 3])[r]),
+        ("all_reduce", {}, lambda r: sum(inputs)),
+        ("all_to_all", {}, lambda r: torch.cat([x.chunk(3)[r] for x in inputs])),
+        ("broadcast", {"source": 1}, lambda r: inputs[1]),
+    ]
+    for (name, options, single), is_async in itertools.product(operations, (False, True)):
         results = [single(r) for r in range(3)]
         uppers = [
             w.flatten()[: y.numel()].view(y.shape) for w, y in zip(weights, results, strict=True)
@@ -181,7 +141,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(rank: int) -> None:
         total = sum((y * w).sum() for y, w in zip(results, uppers, strict=True))
         expected = torch.autograd.grad(total, inputs, materialize_grads=True)[rank]
         mine = inputs[rank].detach().clone().requires_grad_()
-        result = distributed(mine)
+        result = run_twin(collectives, name, is_async, mine, **options)
         assert_equal(result.detach(), results[rank].detach().contiguous())
         (gradient,) = torch.autograd.grad(result, mine, uppers[rank])
         torch.testing.assert_close(gradient, expected, rtol=0, atol=0, msg=name)
@@ -290,19 +250,8 @@ def test_a_gather_of_uneven_shards_moves_no_padding(rank: int) -> None:
 def test_on_one_rank_everything_is_the_input_itself() -> None:
     alone: Collectives = IdentityCollectives()
     x = torch.arange(4.0, requires_grad=True)
-    for result in (
-        alone.all_gather(x),
-        alone.reduce_scatter(x),
-        alone.all_reduce(x),
-        alone.all_to_all(x),
-        alone.broadcast(x),
-        alone.all_gather_async(x).wait(),
-        alone.reduce_scatter_async(x).wait(),
-        alone.all_reduce_async(x).wait(),
-        alone.all_to_all_async(x).wait(),
-        alone.broadcast_async(x).wait(),
-    ):
-        assert result is x
+    for name in get_args(OperationName):
+        assert getattr(alone, name)(x) is getattr(alone, f"{name}_async")(x).wait() is x
     assert differentiable(alone) is alone
     out = torch.zeros(4)
     assert alone.all_gather(x.detach(), out=out) is out
@@ -331,3 +280,58 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent(rank: int) ->
         differentiable(collectives).all_reduce(x, out=x)
     with pytest.raises(UnsupportedError, match="'max'"):
         differentiable(collectives).all_reduce(x, op="max")
+
+
+OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@ranks(2)
+def test_results_have_the_dtype_and_no_gradient_and_torch_nothing_to_warn_of(
+    rank: int, name: str
+) -> None:
+    run = getattr(default_collectives(), name)
+    for dtype in (torch.int32, torch.uint8):
+        assert run(torch.ones(4, dtype=dtype)).dtype == dtype
+    # The second goes between pairs, where gathers and sums do.
+    for length in (4, 300_000):
+        x = torch.ones(length, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = run(x)
+        out = torch.empty_like(result)
+        assert not result.requires_grad
+        assert run(x, out=out) is out
+        assert not out.requires_grad
+        assert_equal(out, result)
+
+
+def two_columns(rank: int, rows: int) -> Tensor:
+    return ((torch.arange(rows * 2) * 7 + rank * 5) % 23).float().view(2, rows)
+
+
+# 64 bytes, 400 KB, 4 MB: below and above the 256 KiB from which on gloo goes between pairs.
+@pytest.mark.parametrize("rows", [8, 50_000, 500_000])
+@ranks(2)
+def test_a_dropped_input_is_sent_as_it_was(rank: int, rows: int) -> None:
+    """Rank 1 comes to each operation only when rank 0 has dropped its input and filled memory."""
+    collectives, store = default_collectives(), dist.distributed_c10d._get_default_store()
+    transposed = [two_columns(r, rows).t() for r in range(2)]
+    halves = torch.stack(transposed).sum(0).chunk(2)
+    expected = {
+        "all_gather": torch.cat(transposed),
+        "reduce_scatter": halves[rank].contiguous(),
+        "all_to_all": torch.cat([x.chunk(2)[rank] for x in transposed]),
+    }
+    for name, result in expected.items():
+        ready = f"{name} {rows} is on its way"
+        if rank == 1:
+            store.wait([ready])
+        # Nobody but the operation has the dense copy, nor the tensor itself.
+        pending = getattr(collectives, f"{name}_async")(two_columns(rank, rows).t())
+        gc.collect()
+        garbage = [torch.full((rows * 2,), float("nan")) for _ in range(8)]
+        if rank == 0:
+            store.set(ready, "")
+        assert_equal(pending.wait(), result)
+        assert all(bool(part.isnan().all()) for part in garbage)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from core_support.callers import together
 from core_support.generations import following, joined
 from pcomm.core.control.agreement_round import AgreementRound
 from pcomm.core.control.control import Control, format_ranks, parse_ranks, ranks_key
@@ -48,24 +49,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
 on_any_store = pytest.mark.parametrize(
     "store", [hash_store, file_store, tcp_store], ids=["hash", "file", "tcp"], indirect=True
 )
-
-
-def together(call: Callable[[int], object], callers: Iterable[int]) -> dict[int, object]:
-    """What `call` returns or raises on each rank, all at the same time."""
-    found: dict[int, object] = {}
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = call(rank)
-        except Exception as problem:
-            found[rank] = problem
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in callers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -108,6 +91,16 @@ def test_ranks_agree_on_any_store(store: dist.Store) -> None:
         lambda rank: three[rank].fail_together("check", mistake() if rank == 1 else None), range(3)
     )
     assert [type(errors[rank]) for rank in range(3)] == [PeerError, ConfigError, PeerError]
+    for rank in (0, 2):
+        text = str(errors[rank])
+        assert text.startswith("check: an error on rank 1: ConfigError: steps: 0")
+        assert "Use 1." in text
+        assert f"Rank {rank} is fine" in text
+    # Several errors leave each rank with its own.
+    own = {rank: mistake() for rank in range(2)}
+    errors = together(lambda rank: three[rank].fail_together("check", own.get(rank)), range(3))
+    assert [errors[rank] is own[rank] for rank in range(2)] == [True, True]
+    assert isinstance(errors[2], PeerError)
     differences = together(lambda rank: three[rank].agree("plan", [f"rank {rank // 2}"]), range(3))
     for problem in differences.values():
         assert isinstance(problem, DivergenceError)
@@ -141,6 +134,7 @@ def test_a_missing_rank_is_named_on_every_rank_and_missed_by_none_the_next_time(
             assert {type(problem) for problem in found.values()} == {PeerTimeoutError}
             assert len({str(problem) for problem in found.values()}) == 1
             assert f"ranks [{absent}] of 3 did not arrive within 0.2 s" in str(found[first])
+            assert "PCOMM_TIMEOUT_S" in str(found[first])
         meet(controls_of(store, range(3)))
 
 
@@ -160,6 +154,40 @@ def test_one_rank_gives_up_for_all_that_wait(store: dist.Store) -> None:
     assert {type(problem) for problem in found.values()} == {PeerTimeoutError}
     assert len({str(problem) for problem in found.values()}) == 1
     assert "ranks [0] of 4 did not arrive within 0.2 s" in str(found[1])
+
+
+def test_a_late_rank_does_not_go_on_alone() -> None:
+    """Once a rank has given up, the one that comes later meets it in its next call or in none."""
+    store = dist.HashStore()
+    with pytest.raises(PeerTimeoutError):
+        Control(store, range(2), 0, timeout_s=0.3).fail_together("check", None)
+    words = (
+        r"ranks \[0\] of 2 did not arrive within 0\.2 s; of the call before, "
+        r"ranks \[1\] of 2 did not arrive within 0\.3 s"
+    )
+    late = Control(store, range(2), 1, timeout_s=SHORT_S)
+    with pytest.raises(PeerTimeoutError, match=words):
+        late.fail_together("check", None)
+    # Who has an error keeps it, also where the other one never comes.
+    with pytest.raises(ConfigError, match="steps: 0"):
+        late.fail_together("check", mistake())
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["a"], r"line 2: rank 0 has 'b', rank 1 has '\(nothing\)'"),
+        (["a", "b", "c"], r"line 3: rank 0 has '\(nothing\)', rank 1 has 'c'"),
+        (["b", "a"], "line 1: rank 0 has 'a', rank 1 has 'b'"),
+    ],
+    ids=["fewer", "more", "another order"],
+)
+def test_the_first_difference_is_the_one_named(lines: list[str], words: str) -> None:
+    pair = controls_of(dist.HashStore(), range(2))
+    found = together(lambda rank: pair[rank].agree("plan", lines if rank else ["a", "b"]), range(2))
+    for problem in found.values():
+        with pytest.raises(DivergenceError, match=words):
+            raise problem  # type: ignore[misc]
 
 
 def test_a_rank_that_comes_while_the_others_call_again_meets_them(store: dist.Store) -> None:
@@ -304,11 +332,15 @@ def test_ranks_are_spelled_as_runs(ranks: Iterable[int], text: str) -> None:
     assert parse_ranks(text) == members
 
 
-def test_a_long_set_has_a_short_word_of_its_own() -> None:
+def test_a_set_has_a_word_of_its_own_of_forty_characters_at_most() -> None:
+    for ranks, length in (([2, *range(10, 36, 2)], 40), ([*range(10, 38, 2)], 41)):
+        text = format_ranks(ranks)
+        assert len(text) == length
+        assert parse_ranks(text) == tuple(ranks)
+        assert (ranks_key(ranks) == text) == (length <= 40)
     even, other = range(0, 4096, 2), [*range(0, 4094, 2), 4095]
-    assert len(ranks_key(even)) == len(ranks_key(other)) < 45
+    assert len(ranks_key(even)) <= 40
     assert ranks_key(even) != ranks_key(other)
-    assert parse_ranks(format_ranks(even)) == tuple(even)
 
 
 # -- generations -------------------------------------------------------------------------------

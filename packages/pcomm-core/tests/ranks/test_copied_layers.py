@@ -8,52 +8,26 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from core_support.split_model import SplitModel
 from pcomm.core.collectives.autograd import DifferentiableCollectives
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.tensor_parallel.vocabulary import (
-    VocabularyParallelEmbedding,
-    vocabulary_parallel_cross_entropy,
-)
+from pcomm.core.tensor_parallel.linear import ColumnParallelLinear
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import default_collectives, ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 
-class Model(nn.Module):
-    """Every split layer, from token ids to a loss per token."""
-
-    def __init__(self, collectives: Collectives, *, width: int, sequence: bool) -> None:
-        super().__init__()
-        self.words, hidden = Layout.even(width, 2), Layout.even(2 * width, 2)
-        self.collectives = collectives
-        self.embedding = VocabularyParallelEmbedding(
-            self.words, width, collectives, sequence_parallel=sequence
-        )
-        self.column = ColumnParallelLinear(
-            width, hidden, collectives, bias=True, sequence_parallel=sequence
-        )
-        self.row = RowParallelLinear(
-            hidden, width, collectives, bias=True, sequence_parallel=sequence
-        )
-        self.head = ColumnParallelLinear(width, self.words, collectives, sequence_parallel=sequence)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.row(self.column(self.embedding(ids)).tanh()))
-        return vocabulary_parallel_cross_entropy(logits, ids.roll(-1), self.words, self.collectives)
-
-
-def train(model: Model, *, num_steps: int) -> list[Tensor]:
+def train(model: SplitModel, *, num_steps: int) -> list[Tensor]:
     ids = torch.arange(8) * (model.words.length // 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(num_steps):
-        loss = model(ids)
+        loss = model(ids, ids.roll(-1))
         loss.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -63,7 +37,7 @@ def train(model: Model, *, num_steps: int) -> list[Tensor]:
 
 def check_copy(collectives: Collectives, *, width: int, sequence: bool) -> None:
     torch.manual_seed(3)
-    model = Model(collectives, width=width, sequence=sequence)
+    model = SplitModel(collectives, width=width, bias=True, sequence_parallel=sequence)
     train(model, num_steps=1)
     copied = copy.deepcopy(model)
     assert copied.head.collectives is copied.collectives is collectives

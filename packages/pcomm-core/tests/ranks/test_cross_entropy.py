@@ -78,12 +78,6 @@ def test_loss_and_gradient_equal_torchs_on_two_ranks(rank: int, scale: float) ->
 
 
 @pytest.mark.parametrize("scale", [3.0, 1e4])
-@ranks(3)
-def test_loss_and_gradient_equal_torchs_on_three_ranks(rank: int, scale: float) -> None:
-    check(default_collectives(), Layout.uneven(UNEVEN[3]), scale=scale)
-
-
-@pytest.mark.parametrize("scale", [3.0, 1e4])
 @ranks(4)
 def test_loss_and_gradient_equal_torchs_on_four_ranks(rank: int, scale: float) -> None:
     check(default_collectives(), Layout.uneven(UNEVEN[4]), scale=scale)

@@ -73,8 +73,10 @@ def test_strict_raises_before_anything_is_made(rank: int) -> None:
         ("gloo", CommOptions(high_priority=True, collnet=True), {"high_priority", "collnet"}),
         ("nccl", CommOptions(threads=1), {"threads"}),
         ("fake", CommOptions(threads=1, min_ctas=1, timeout_s=5.0), {"threads", "min_ctas"}),
+        ("gloo", CommOptions(interface="lo"), set()),
+        ("nccl", CommOptions(interface="lo"), {"interface"}),
+        ("fake", CommOptions(interface="lo"), {"interface"}),
     ],
-    ids=["gloo", "gloo refuses", "nccl", "another"],
 )
 def test_each_backend_grants_what_it_has(
     backend: str, options: CommOptions, refused: set[str]

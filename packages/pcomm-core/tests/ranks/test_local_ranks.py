@@ -9,7 +9,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError
@@ -42,6 +41,8 @@ def test_results_come_in_rank_order() -> None:
         slow_first = f"__import__('time').sleep(0.1 * (2 - {RANK})) or {RANK}"
         assert ranks.run(eval, (slow_first,)) == [0, 1, 2]
         assert ranks.run(eval, (f"({RANK}, a)", {"a": 5})) == [(r, 5) for r in range(3)]
+    assert run_local(eval, 2, ("__import__('torch').get_num_threads()",), threads=2) == [2, 2]
+    assert not dist.is_initialized()
 
 
 def test_every_task_has_a_world_of_its_own_in_the_same_processes() -> None:
@@ -65,10 +66,6 @@ def test_tensors_come_back_by_value() -> None:
     # The ranks are gone, and what they returned is still there.
     assert [t.tolist() for t in tensors] == [[0, 0, 0], [1, 1, 1]]
     assert not any(t.is_shared() for t in tensors)
-
-
-def test_each_rank_gets_the_threads_asked_for() -> None:
-    assert run_local(eval, 2, ("__import__('torch').get_num_threads()",), threads=2) == [2, 2]
 
 
 def test_the_message_starts_with_the_first_failure() -> None:
@@ -280,12 +277,10 @@ def test_an_error_of_pcomm_is_raised_as_it_is() -> None:
     assert (caught.value.asked, caught.value.found) == ("train.steps", "-1")
     assert isinstance(caught.value.__cause__, RankError)
     assert str(caught.value.__cause__).startswith("rank 1 of 2 failed")
-
-
-def test_another_error_is_told_with_its_traceback() -> None:
-    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+    # Another one comes with its traceback.
+    with pytest.raises(RankError, match="ZeroDivisionError") as other:
         run_local(exec, 2, program("1 / 0"))
-    assert isinstance(caught.value.error, ZeroDivisionError)
+    assert isinstance(other.value.error, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(
@@ -377,13 +372,3 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, programs: Program
     parent.wait()
     pids = [int(path.name.removeprefix("pid-")) for path in folder.iterdir()]
     wait_until(lambda: not any(map(is_running, pids)), "the end of all ranks")
-
-
-def test_this_process_stays_out_of_it() -> None:
-    with LocalRanks(2) as ranks:
-        ranks.run(exec, program("dist.barrier()"))
-        assert not dist.is_initialized()
-        folder = Path(ranks._folder.name)
-        assert folder.exists()
-    assert not folder.exists()
-    assert torch.get_num_threads() >= 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core_bench import rated_network as namespaces
 from core_bench.rated_network import RatedNetwork, obstacle, rated_network, traffic
-from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.open_groups import open_groups
-from pcomm.core.groups.spec import CommOptions, GroupSpec, grant
+from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.programs import wait_until
 from pcomm.core.topology import Topology
@@ -49,33 +45,6 @@ def test_namespaces_are_there_within_the_block_and_gone_after_it() -> None:
             assert set(traffic()) == {"lo", "rail0", "rail1"}
         assert os.readlink("/proc/thread-self/ns/net") == before
     assert not present(network.prefix)
-
-
-@pytest.mark.usefixtures("_can_make_links")
-def test_both_ends_of_every_link_have_the_limit() -> None:
-    with rated_network(3, num_rails=2, mbit_per_s=250.0) as network:
-        counts = []
-        for name in network.namespaces:
-            command = ["tc", "-n", name, "qdisc"]
-            shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            counts.append(len(re.findall(r"qdisc tbf .* dev \S+ root .* rate 250Mbit", shown)))
-    assert counts == [2, 2, 2, 6]
-
-
-@pytest.mark.usefixtures("_can_make_links")
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_or_ctrl_c_leaves_nothing_behind(error: type[BaseException]) -> None:
-    seen: list[str] = []
-
-    def fail() -> None:
-        with rated_network(1, num_rails=1, mbit_per_s=100.0) as network:
-            seen.extend(present(network.prefix))
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    assert len(seen) == 2
-    assert not present(seen[0])
 
 
 _CHILD = """
@@ -188,44 +157,3 @@ def test_interfaces_count_what_two_ranks_send(rank: int, links_of_two: RatedNetw
 @ranks(4)
 def test_interfaces_count_what_four_ranks_send(rank: int, links_of_four: RatedNetwork) -> None:
     check_bytes(links_of_four)
-
-
-def test_without_root_or_programs_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: 1000)
-        assert obstacle() == "user 1000, not root"
-        with (
-            pytest.raises(UnsupportedError, match="made by iproute2, as root"),
-            rated_network(2, num_rails=1, mbit_per_s=1.0),
-        ):
-            pass
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None)
-    assert obstacle() == "no program ip or tc"
-
-
-def test_a_kernel_that_refuses_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(command: list[str], lines: list[str] | None = None) -> None:
-        raise subprocess.CalledProcessError(1, command, stderr="Operation not permitted\n")
-
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda name: name)
-    monkeypatch.setattr(namespaces, "_run", refuse)
-    assert obstacle() == "ip: Operation not permitted"
-
-
-@pytest.mark.parametrize(
-    ("number", "rails", "rate"),
-    [(0, 1, 1.0), (251, 1, 1.0), (1, 0, 1.0), (1, 10, 1.0), (1, 1, 0.0)],
-)
-def test_numbers_that_make_no_network_are_refused(number: int, rails: int, rate: float) -> None:
-    refused = pytest.raises(ConfigError, match="out of range")
-    with refused, contextlib.ExitStack() as stack:
-        stack.enter_context(rated_network(number, num_rails=rails, mbit_per_s=rate))
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl", "fake"])
-def test_an_interface_is_an_option_of_gloo_alone(backend: str) -> None:
-    granted = grant(CommOptions(interface="lo"), backend, group="dp")
-    assert granted.fields == ({"interface": "lo"} if backend == "gloo" else {})
-    assert set(granted.refused) == (set() if backend == "gloo" else {"interface"})

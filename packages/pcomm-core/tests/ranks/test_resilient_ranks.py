@@ -247,11 +247,6 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]
     return found
 
 
-def test_the_server_of_ranks_outlives_a_request_to_stop(printed: Mapping[str, list[str]]) -> None:
-    """Sent to all processes, as a batch system does; the server knows how ranks end."""
-    assert printed["server"] == ["[42]"]
-
-
 def test_killed_ranks_come_back_in_later_generations(printed: Mapping[str, list[str]]) -> None:
     # The sums show which ranks each generation was of.
     assert printed["generations"] == [
@@ -263,20 +258,15 @@ def test_killed_ranks_come_back_in_later_generations(printed: Mapping[str, list[
     ]
 
 
-def test_a_rank_that_stands_still_within_its_report_keeps_nobody(
-    printed: Mapping[str, list[str]],
-) -> None:
+def test_requests_to_stop_stacks_and_half_a_report(printed: Mapping[str, list[str]]) -> None:
+    # The server outlives a request that a batch system sends to all processes.
+    assert printed["server"] == ["[42]"]
+    # A rank that stands still within its report keeps nobody.
     assert printed["half"] == ["killed by SIGKILL", "killed by SIGKILL", "closed"]
-
-
-def test_stacks_of_ranks_that_go_on_are_those_of_now(printed: Mapping[str, list[str]]) -> None:
+    # Stacks of ranks that go on are those of now.
     places = ["has not begun", "in first_place", "in second_place"]
     assert printed["stacks"] == [*(f"{[place]}" for place in places), "finished"]
-
-
-def test_a_request_after_the_task_does_not_lose_its_report(
-    printed: Mapping[str, list[str]],
-) -> None:
+    # A request after the task does not lose its report.
     assert printed["late"] == ["finished"]
 
 

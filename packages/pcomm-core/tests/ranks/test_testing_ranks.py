@@ -188,37 +188,24 @@ def test_a_failed_assertion_is_shown_first_and_with_values(outcomes: Mapping[str
     assert lines[-1] == "rank 0: finished"
     # Nothing of the process that runs pytest stands in the way.
     assert "on_all_ranks" not in text
-
-
-def test_the_words_of_an_assertion_are_kept(outcomes: Mapping[str, str]) -> None:
     assert "AssertionError: the total is 41" in outcomes["test_fails_with_words"]
 
 
-def test_an_error_that_only_the_ranks_know_is_shown(outcomes: Mapping[str, str]) -> None:
+def test_errors_deaths_hangs_and_what_is_left_behind_are_shown(
+    outcomes: Mapping[str, str],
+) -> None:
     text = outcomes["test_raises_an_error_of_this_file"]
     assert text.startswith("rank 1 of 2 failed\n")
     assert "odd things happen" in text.partition("rank 0: then")[0]
-
-
-def test_a_death_is_shown(outcomes: Mapping[str, str]) -> None:
     assert outcomes["test_dies"].startswith("rank 1 of 2 died: exit code 3")
-
-
-def test_a_hang_is_shown_with_the_stack_of_every_rank(outcomes: Mapping[str, str]) -> None:
     text = outcomes["test_hangs"]
     assert text.startswith("ranks [0, 1] of 2 did not finish in time")
     assert text.count("in wait_here") == 2
-
-
-def test_what_a_test_leaves_behind_fails_it(outcomes: Mapping[str, str]) -> None:
     words = "test_leaves_a_communicator leaves behind 3 threads of gloo communicators"
     assert words in outcomes["test_leaves_a_communicator"]
     text = outcomes["test_leaves_a_thread"]
     assert "test_leaves_a_thread leaves behind the thread 'for ever'" in text
     assert text.startswith("rank 1 of 2 failed")
-
-
-def test_an_argument_that_does_not_pickle_is_an_error(outcomes: Mapping[str, str]) -> None:
     assert "pickle" in outcomes["test_takes_what_pickles_only"]
 
 

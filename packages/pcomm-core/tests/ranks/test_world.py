@@ -97,21 +97,18 @@ def expected(rank: int) -> Mapping[str, object]:
     }
 
 
-def test_alone_nothing_is_initialised(launcher: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_alone_nothing_is_initialised(
+    launcher: pytest.MonkeyPatch, variables: Mapping[str, str]
+) -> None:
+    for name, value in variables.items():
+        launcher.setenv(name, value)
     with connect() as world:
         assert (world.rank, world.size, world.store) == (0, 1, None)
         assert not dist.is_initialized()
         world.fail_together("plan", None)
         with pytest.raises(ConfigError, match="steps: 0"):
             world.fail_together("plan", ConfigError("steps", found="0", why="None.", fix="1."))
-
-
-def test_a_launcher_of_one_process_is_the_same_as_none(launcher: pytest.MonkeyPatch) -> None:
-    launcher.setenv("RANK", "0")
-    launcher.setenv("WORLD_SIZE", "1")
-    with connect() as world:
-        assert (world.rank, world.size, world.store) == (0, 1, None)
-        assert not dist.is_initialized()
 
 
 @ranks(3)
@@ -354,19 +351,3 @@ def is_listening(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
         return True
     return False
-
-
-def test_one_process_of_a_program_for_many_runs_alone(
-    launcher: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    launcher.setenv("FOLDER", str(tmp_path))
-    launcher.setattr(torch.cuda, "is_available", lambda: False)
-    exec(PROGRAM, {})
-    assert seen_by(tmp_path, 0) == {
-        "rank": 0,
-        "size": 1,
-        "device": "cpu",
-        "total": 1,
-        "told": "",
-        "connected_after": False,
-    }

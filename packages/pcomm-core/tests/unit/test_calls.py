@@ -9,17 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.autograd import DifferentiableCollectives
-from pcomm.core.collectives.distributed import DistributedCollectives
-from pcomm.core.collectives.gloo import GlooCollectives
-from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.instrumented import InstrumentedCollectives, SpyCollectives
 from pcomm.core.collectives.protocol import Call, Collectives, Pending
-from pcomm.core.testing.virtual import VirtualCollectives
-from pcomm.core.trace.recording import TracedCollectives
 
-METHODS = ("run", "start", "skip", "recording")
-NAMED = [name for name in vars(Collectives) if name[0] != "_" and name not in METHODS]
 X, OUT = torch.arange(6.0), torch.empty(6)
 
 
@@ -73,11 +65,6 @@ def assert_same(found: Call, expected: Call) -> None:
         assert one is other if isinstance(other, Tensor) else one == other, field.name
 
 
-def test_the_cases_are_all_named_methods() -> None:
-    twins = {f"{name}{twin}" for name, _, _ in CASES for twin in ("", "_async")}
-    assert twins == set(NAMED)
-
-
 @pytest.mark.parametrize("twin", ["", "_async"])
 @pytest.mark.parametrize(
     ("name", "options", "expected"), CASES, ids=[f"{case[0]} {sorted(case[1])}" for case in CASES]
@@ -110,28 +97,6 @@ def test_a_wrapper_passes_on_the_call_itself() -> None:
         ("all_reduce", False),
         ("broadcast", True),
     ]
-
-
-@pytest.mark.parametrize(
-    ("implementation", "named"),
-    [
-        # On one rank the usual call creates no object.
-        (IdentityCollectives, {name for name in NAMED if not name.endswith("_async")}),
-        # In place it costs what torch's own does.
-        (DistributedCollectives, {"all_reduce"}),
-        (GlooCollectives, set()),
-        (DifferentiableCollectives, set()),
-        (InstrumentedCollectives, set()),
-        (SpyCollectives, set()),
-        (TracedCollectives, set()),
-        (VirtualCollectives, set()),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_implementations_write_two_methods(
-    implementation: type[Collectives], named: set[str]
-) -> None:
-    assert {name for name in NAMED if name in vars(implementation)} == named
 
 
 @pytest.mark.parametrize(

@@ -54,40 +54,58 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     logger.setLevel(level)
 
 
-@pytest.mark.usefixtures("installed")
 def test_a_command_gets_its_arguments_and_decides_the_exit_code(
-    capsys: pytest.CaptureFixture[str],
+    installed: list[EntryPoint], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # A package that is found twice brings its command once.
+    installed.append(EntryPoint("echo", "fake_commands:echo", cli.GROUP))
     assert cli.main(["echo", "hello"]) == 7
     assert capsys.readouterr().out == "hello\n"
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_pcomm_error_is_a_message_without_a_traceback(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     assert cli.main(["echo", "mistake"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == "ConfigError: echo: a mistake\nIt is one.\nMend it.\n"
-    assert captured.out == ""
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("line", [["--debug", "echo", "mistake"], ["echo", "--debug", "mistake"]])
-def test_debug_shows_the_traceback(line: list[str]) -> None:
-    with pytest.raises(ConfigError, match="a mistake"):
-        cli.main(line)
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_bug_is_never_turned_into_a_message() -> None:
+    assert capsys.readouterr() == ("", "ConfigError: echo: a mistake\nIt is one.\nMend it.\n")
+    for line in (["--debug", "echo", "mistake"], ["echo", "--debug", "mistake"]):
+        with pytest.raises(ConfigError, match="a mistake"):
+            cli.main(line)
+    # A bug is never turned into a message.
     with pytest.raises(ZeroDivisionError):
         cli.main(["echo", "bug"])
-
-
-@pytest.mark.usefixtures("installed")
-def test_interrupt_ends_with_130() -> None:
     assert cli.main(["echo", "interrupt"]) == 130
+
+
+IN_A_CHECKOUT = "In a checkout run `python3 -m pip install ./packages/pcomm-core "
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("docter", ["Did you mean 'doctor'?"]),
+        ("train --config x.toml", [IN_A_CHECKOUT, "./integration`"]),
+        *(
+            (name, [f"pcomm {name}: pcomm-integration is not installed"])
+            for name in ("chat", "convert", "generate", "serve", "train")
+        ),
+        ("plan", ["pcomm plan: pcomm-ntp is not installed"]),
+        ("missing", ["UnsupportedError: pcomm missing: ModuleNotFoundError", "no_such_module"]),
+        ("number", ["fake_commands:number is 3"]),
+        ("doctor", ["both bring it"]),
+        ("echo hello --loud", ["unrecognized arguments: --loud"]),
+        ("--loud echo hello", ["unrecognized arguments: --loud"]),
+        ("echo hello --debgu=1", ["unrecognized arguments: --debgu=1; did you mean --debug?"]),
+    ],
+)
+def test_what_cannot_be_run_ends_with_2_and_says_why(
+    line: str, words: list[str], installed: list[EntryPoint], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (
+        ("missing", "no_such_module_here:command"),
+        ("number", "fake_commands:number"),
+        ("doctor", "fake_commands:echo"),
+    ):
+        if line == name:
+            installed.append(EntryPoint(name, value, cli.GROUP))
+    assert cli.main(line.split()) == 2
+    told = capsys.readouterr().err
+    assert [word for word in words if word not in told] == []
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -128,56 +146,6 @@ def test_a_broken_pipe_of_the_command_itself_is_a_bug(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("installed")
-def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["docter"]) == 2
-    assert "Did you mean 'doctor'?" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("name", ["train", "generate"])
-def test_a_command_that_is_not_installed_names_its_package(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([name, "--config", "x.toml"]) == 2
-    told = capsys.readouterr().err
-    assert "In a checkout run `python3 -m pip install ./packages/pcomm-core " in told
-    assert "./integration`" in told
-
-
-def test_a_command_that_cannot_be_imported_says_what_is_missing(
-    installed: list[EntryPoint], capsys: pytest.CaptureFixture[str]
-) -> None:
-    installed.append(EntryPoint("train", "no_such_module_here:command", cli.GROUP))
-    assert cli.main(["train"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("UnsupportedError: pcomm train: ModuleNotFoundError")
-    assert "no_such_module_here" in error
-
-
-def test_an_object_that_is_no_command_is_refused(
-    installed: list[EntryPoint], capsys: pytest.CaptureFixture[str]
-) -> None:
-    installed.append(EntryPoint("number", "fake_commands:number", cli.GROUP))
-    assert cli.main(["number"]) == 2
-    assert "fake_commands:number is 3" in capsys.readouterr().err
-
-
-def test_two_packages_cannot_bring_one_name(
-    installed: list[EntryPoint], capsys: pytest.CaptureFixture[str]
-) -> None:
-    installed.append(EntryPoint("doctor", "fake_commands:echo", cli.GROUP))
-    assert cli.main(["doctor"]) == 2
-    assert "both bring it" in capsys.readouterr().err
-
-
-def test_a_package_that_is_found_twice_brings_its_command_once(
-    installed: list[EntryPoint],
-) -> None:
-    installed.append(EntryPoint("echo", "fake_commands:echo", cli.GROUP))
-    assert cli.main(["echo", "hello"]) == 7
-
-
-@pytest.mark.usefixtures("installed")
 def test_a_misspelt_variable_stops_every_command_but_the_doctor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,15 +181,6 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: pcomm echo" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_wrong_option_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "hello", "--loud"]) == 2
-    assert cli.main(["--loud", "echo", "hello"]) == 2
-    assert "unrecognized arguments: --loud" in capsys.readouterr().err
-    assert cli.main(["echo", "hello", "--debgu=1"]) == 2
-    assert "unrecognized arguments: --debgu=1; did you mean --debug?" in capsys.readouterr().err
-
-
 def test_help_and_the_errors_of_a_command_line_need_no_torch() -> None:
     program = """
 import sys
@@ -234,21 +193,3 @@ assert "torch" not in sys.modules
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    ("name", "home"),
-    [
-        *(
-            (name, "pcomm-integration")
-            for name in ("chat", "convert", "generate", "serve", "train")
-        ),
-        ("plan", "pcomm-ntp"),
-    ],
-)
-def test_a_command_of_a_package_that_is_absent_names_the_package(
-    name: str, home: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([name]) == 2
-    assert f"pcomm {name}: {home} is not installed" in capsys.readouterr().err

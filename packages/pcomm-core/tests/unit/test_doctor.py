@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from pcomm.core.doctor import checks
 from pcomm.core.doctor import command as self_test
-from pcomm.core.doctor.command import CHECKS, Check, examine
+from pcomm.core.doctor.command import CHECKS, GROUP, Check, examine, installed_checks
 from pcomm.core.doctor.report import (
     CudaFacts,
     DeviceFacts,
@@ -125,8 +126,149 @@ class FakeMachine:
         return self.total
 
 
-def found(check: Check, name: str, machine: FakeMachine) -> Finding:
-    return examine(machine, checks=[check]).named(name)
+def with_host(**facts: Any) -> FakeMachine:
+    return FakeMachine(facts=replace(HOST, **facts))
+
+
+def with_shared(free_mib: int, total_mib: int) -> FakeMachine:
+    return with_host(
+        shared_memory_bytes=total_mib * 2**20, shared_memory_free_bytes=free_mib * 2**20
+    )
+
+
+def with_gpus(gpus: tuple[DeviceFacts, ...], error: str = "", code: int = 0) -> FakeMachine:
+    return FakeMachine(driver=CudaFacts("580.82", None if code else (13, 0), gpus, error, code))
+
+
+def with_torch(installed: TorchFacts | ImportError = CUDA_TORCH, **changes: Any) -> FakeMachine:
+    changed = replace(installed, **changes) if isinstance(installed, TorchFacts) else installed
+    return FakeMachine(installed=changed)
+
+
+def with_two_wheels(installed: TorchFacts | ImportError) -> FakeMachine:
+    wheels = {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.29.3"}
+    return FakeMachine(installed=installed, wheels=wheels)
+
+
+WITHOUT_GLOO = {"gloo": False, "nccl": True, "mpi": False}
+TWO_WHEELS = ["nvidia/nccl/", "pip uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13"]
+AGAIN = [*TWO_WHEELS, "then install torch again"]
+NOT_MEASURED = "info", ["not measured"]
+OLD_DRIVER = CudaFacts("550.54", (12, 4), devices(1))
+PAIRS = tuple(replace(d, peers=frozenset({n ^ 1})) for n, d in enumerate(devices(4)))
+# One direction is not enough.
+LAME = (devices(2)[0], replace(devices(2)[1], peers=frozenset()))
+FEWER_LINKS = (devices(2)[0], replace(devices(2)[1], nvlinks=17))
+ULIMIT = ["limit 4,095", "ulimit -n 4096"]
+
+# Check, finding and machine; its status, and words of its value, reason and fix.
+FINDINGS: list[tuple[Check, str, FakeMachine, str, list[str]]] = [
+    (checks.check_shared_memory, "shared_memory", with_shared(8, 64), "broken", ["--shm-size"]),
+    (checks.check_shared_memory, "shared_memory", with_shared(60, 64), "info", ["--shm-size"]),
+    (checks.check_shared_memory, "shared_memory", with_shared(1024, 2048), "ok", []),
+    (checks.check_open_files, "open_files", with_host(open_files=4095), "info", ULIMIT),
+    (checks.check_open_files, "open_files", with_host(open_files=4096), "ok", []),
+    *(
+        (checks.check_torch, "torch.distributed", with_torch(**changes), "broken", words)
+        for changes, words in (
+            ({"is_distributed": False, "backends": {}}, []),
+            ({"backends": WITHOUT_GLOO}, ["gloo: no, nccl: yes, mpi: no"]),
+        )
+    ),
+    *(
+        (checks.check_triton, name, FakeMachine(modules=modules), status, words)
+        for name, modules, status, words in (
+            ("triton", {"triton": "3.6.0"}, "ok", ["3.6.0"]),
+            ("triton.interpreter", {"triton": "3.6.0"}, "missing", []),
+            ("triton", {}, "missing", ["No module named 'triton'", "pip install 'triton>=3.6'"]),
+        )
+    ),
+    (
+        *(checks.check_variables, "variables", FakeMachine(variables={"PCOMM_TIMOUT_S": "5"})),
+        *("broken", ["PCOMM_TIMEOUT_S"]),
+    ),
+    *(
+        (checks.check_nccl, "nccl.wheels", machine, "broken", words)
+        for machine, words in (
+            (with_two_wheels(CUDA_TORCH), [*TWO_WHEELS, "pip install nvidia-nccl-cu13==2.29.3"]),
+            (
+                with_two_wheels(replace(CUDA_TORCH, cuda="12.8")),
+                [*TWO_WHEELS, "pip install nvidia-nccl-cu12==2.27.5"],
+            ),
+            (with_two_wheels(CPU_TORCH), AGAIN),
+            (with_two_wheels(ImportError("undefined symbol")), AGAIN),
+            (
+                FakeMachine(wheels={"nvidia-nccl-cu12": "2.27.5"}),
+                ["CUDA 13.0", "pip uninstall -y nvidia-nccl-cu12"],
+            ),
+        )
+    ),
+    *(
+        (checks.check_nccl, "nccl.libraries", FakeMachine(nccl=(WHEEL, other)), status, words)
+        for other, status, words in (
+            (SYSTEM, "info", [SYSTEM.path, f"Found 2 times; {WHEEL.path} is the one loaded"]),
+            (replace(SYSTEM, is_loaded=True), "broken", []),
+        )
+    ),
+    *(
+        (checks.check_gpus, "cuda.driver", machine, status, words)
+        for machine, status, words in (
+            (with_torch(CPU_TORCH), "missing", ["CPU build", "pip install"]),
+            (FakeMachine(driver=OLD_DRIVER), "broken", ["built for CUDA 13.0", "CUDA 12"]),
+            # Within one major version a newer torch runs on an older driver.
+            (with_torch(cuda="13.2"), "ok", []),
+            (with_gpus(()), "missing", ["CUDA_VISIBLE_DEVICES"]),
+            (with_gpus((), "its words", 802), "broken", ["its words", "nvidia-fabricmanager"]),
+            (with_gpus((), "its words", 4242), "broken", ["its words", "nvidia-smi"]),
+            (with_gpus((), "its words", 100), "missing", ["its words"]),
+        )
+    ),
+    *(
+        (checks.check_gpus, f"cuda.{name}", with_gpus(gpus), status, words)
+        for name, gpus, status, words in (
+            ("peer_access", PAIRS, "missing", ["\ndevice 2 reaches device 3\n"]),
+            (
+                *("peer_access", LAME, "missing"),
+                ["device 0 reaches device 1\ndevice 1 reaches none"],
+            ),
+            ("multicast", devices(2, has_multicast=False), "missing", ["not on devices 0, 1"]),
+            ("multicast", devices(2, has_multicast=None), *NOT_MEASURED),
+            ("nvlink", devices(2, nvlinks=0, nvlinks_to_switch=0), "missing", ["none"]),
+            ("nvlink", devices(2, nvlinks=None, nvlinks_to_switch=None), *NOT_MEASURED),
+            ("nvlink", FEWER_LINKS, "info", ["device 1: 17 active", "some may be down"]),
+            ("mig", devices(2, is_mig=True), "info", ["on for devices 0, 1"]),
+            ("mig", devices(2, is_mig=None), *NOT_MEASURED),
+        )
+    ),
+    # Symmetric memory is never said to work.
+    *(
+        (checks.check_symmetric_memory, "symmetric_memory", machine, status, words)
+        for machine, status, words in (
+            (FakeMachine(), "info", ["torch has CUDA; not measured"]),
+            (with_torch(symmetric_memory_error="ImportError: x"), "missing", ["ImportError: x"]),
+        )
+    ),
+    *(
+        (self_test.check_all_reduce, "self_test.all_reduce", machine, "broken", words)
+        for machine, words in (
+            (FakeMachine(total=TimeoutError("2 ranks hung\nstack")), ["Error: 2 ranks hung"]),
+            (FakeMachine(total=4.0), ["came back as 4"]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "machine", "status", "words"), FINDINGS)
+def test_what_is_found_and_advised(
+    check: Check, name: str, machine: FakeMachine, status: str, words: list[str]
+) -> None:
+    finding = examine(machine, checks=[check]).named(name)
+    assert finding.status == status
+    told = f"{finding.value}\n{finding.reason}\n{finding.fix}"
+    assert [word for word in words if word not in told] == []
+    assert status != "ok" or not finding.fix
+    # Nothing of the stack of a rank.
+    assert "stack" not in told
 
 
 # -- whole machines --------------------------------------------------------------------------
@@ -171,33 +313,6 @@ def test_a_check_that_fails_itself_is_a_finding() -> None:
     assert report.named("python").status == "ok"
 
 
-# -- host and software -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("free", "total", "status"),
-    [(8 * 2**20, 64 * 2**20, "broken"), (60 * 2**20, 64 * 2**20, "info"), (GIB, 2 * GIB, "ok")],
-)
-def test_shared_memory_is_judged_by_what_is_free(free: int, total: int, status: str) -> None:
-    facts = replace(HOST, shared_memory_bytes=total, shared_memory_free_bytes=free)
-    finding = found(checks.check_shared_memory, "shared_memory", FakeMachine(facts=facts))
-    assert finding.status == status
-    assert ("--shm-size" in finding.fix) == (status != "ok")
-
-
-def test_few_open_files_come_with_the_command_to_raise_them() -> None:
-    machine = FakeMachine(facts=replace(HOST, open_files=1024))
-    finding = found(checks.check_open_files, "open_files", machine)
-    assert (finding.status, finding.value) == ("info", "limit 1,024")
-    assert "ulimit -n 4096" in finding.fix
-
-
-@pytest.mark.parametrize(("limit", "status"), [(4095, "info"), (4096, "ok")])
-def test_how_many_open_files_are_few(limit: int, status: str) -> None:
-    machine = FakeMachine(facts=replace(HOST, open_files=limit))
-    assert found(checks.check_open_files, "open_files", machine).status == status
-
-
 def test_what_a_system_does_not_tell_is_not_guessed() -> None:
     unknown = HostFacts("3.12.1 CPython", "Darwin", 8, None, None, None, None)
     report = examine(FakeMachine(facts=unknown))
@@ -205,24 +320,6 @@ def test_what_a_system_does_not_tell_is_not_guessed() -> None:
     assert report.named("memory").value == "not known"
     assert report.named("shared_memory").status == "missing"
     assert report.named("open_files").value == "limit not known"
-
-
-def test_torch_without_distributed_or_gloo_is_broken() -> None:
-    without = replace(CPU_TORCH, is_distributed=False, backends={})
-    machine = FakeMachine(installed=without)
-    assert found(checks.check_torch, "torch.distributed", machine).status == "broken"
-    without = replace(CPU_TORCH, backends={"gloo": False, "nccl": True, "mpi": False})
-    finding = found(checks.check_torch, "torch.distributed", FakeMachine(installed=without))
-    assert (finding.status, finding.value) == ("broken", "gloo: no, nccl: yes, mpi: no")
-
-
-def test_triton_without_its_interpreter() -> None:
-    machine = FakeMachine(modules={"triton": "3.6.0"})
-    assert found(checks.check_triton, "triton", machine).value == "3.6.0"
-    assert found(checks.check_triton, "triton.interpreter", machine).status == "missing"
-    missing = found(checks.check_triton, "triton", FakeMachine(modules={}))
-    assert "No module named 'triton'" in missing.reason
-    assert "pip install 'triton>=3.6'" in missing.fix
 
 
 def test_packages_of_pcomm_are_listed_and_others_are_not() -> None:
@@ -259,59 +356,10 @@ def test_variables_that_matter_are_shown_with_what_they_cost() -> None:
     assert report.named("$GLOO_SOCKET_IFNAME").reason == ""
 
 
-def test_a_misspelt_variable_of_pcomm_is_broken() -> None:
-    machine = FakeMachine(variables={"PCOMM_TIMOUT_S": "5"})
-    finding = found(checks.check_variables, "variables", machine)
-    assert finding.status == "broken"
-    assert "PCOMM_TIMEOUT_S" in finding.fix
-
-
-# -- NCCL ------------------------------------------------------------------------------------
-
-
 def test_one_nccl_is_ok_and_its_versions_are_told() -> None:
     report = examine(FakeMachine(), checks=[checks.check_nccl])
     assert [f.status for f in report.findings] == ["ok", "ok", "ok"]
     assert report.named("nccl").value == "torch was built with 2.29.3, loaded 2.29.3+cuda13.0"
-
-
-@pytest.mark.parametrize(
-    ("torch", "fix"),
-    [
-        (CUDA_TORCH, "pip install nvidia-nccl-cu13==2.29.3"),
-        (replace(CUDA_TORCH, cuda="12.8"), "pip install nvidia-nccl-cu12==2.27.5"),
-        (CPU_TORCH, "then install torch again"),
-        (ImportError("undefined symbol"), "then install torch again"),
-    ],
-    ids=["cu13", "cu12", "cpu", "broken"],
-)
-def test_two_nccl_wheels_are_broken(torch: TorchFacts | ImportError, fix: str) -> None:
-    wheels = {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.29.3"}
-    machine = FakeMachine(installed=torch, wheels=wheels)
-    finding = found(checks.check_nccl, "nccl.wheels", machine)
-    assert finding.status == "broken"
-    assert "nvidia/nccl/" in finding.reason
-    assert "pip uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13" in finding.fix
-    assert fix in finding.fix
-
-
-def test_a_wheel_for_another_cuda_is_broken() -> None:
-    finding = found(
-        checks.check_nccl, "nccl.wheels", FakeMachine(wheels={"nvidia-nccl-cu12": "2.27.5"})
-    )
-    assert finding.status == "broken"
-    assert "CUDA 13.0" in finding.reason
-    assert "pip uninstall -y nvidia-nccl-cu12" in finding.fix
-
-
-def test_nccl_found_twice_is_told_and_loaded_twice_is_broken() -> None:
-    twice = found(checks.check_nccl, "nccl.libraries", FakeMachine(nccl=(WHEEL, SYSTEM)))
-    assert twice.status == "info"
-    assert WHEEL.path in twice.value
-    assert SYSTEM.path in twice.value
-    assert f"Found 2 times; {WHEEL.path} is the one loaded" in twice.reason
-    both = (WHEEL, replace(SYSTEM, is_loaded=True))
-    assert found(checks.check_nccl, "nccl.libraries", FakeMachine(nccl=both)).status == "broken"
 
 
 def test_version_of_a_library_is_read_from_its_text(tmp_path: Path) -> None:
@@ -338,49 +386,6 @@ def test_libraries_on_this_machine_are_found_once_each(
     assert ours == [NcclFile(path, "wheel", "2.1.2+cuda9.0", False)]
 
 
-# -- GPUs ------------------------------------------------------------------------------------
-
-
-def test_a_gpu_behind_a_cpu_build_of_torch_says_what_to_install() -> None:
-    finding = found(checks.check_gpus, "cuda.driver", FakeMachine(installed=CPU_TORCH))
-    assert finding.status == "missing"
-    assert "CPU build" in finding.reason
-    assert "pip install" in finding.fix
-
-
-def test_a_driver_older_than_torch_is_broken() -> None:
-    old = FakeMachine(driver=CudaFacts("550.54", (12, 4), devices(1)))
-    finding = found(checks.check_gpus, "cuda.driver", old)
-    assert finding.status == "broken"
-    assert "built for CUDA 13.0" in finding.reason
-    assert "CUDA 12" in finding.fix
-    # Within one major version a newer torch runs on an older driver.
-    minor = FakeMachine(installed=replace(CUDA_TORCH, cuda="13.2"))
-    assert found(checks.check_gpus, "cuda.driver", minor).status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "advice"),
-    [(802, "broken", "nvidia-fabricmanager"), (4242, "broken", "nvidia-smi"), (100, "missing", "")],
-)
-def test_a_driver_that_does_not_start(code: int, status: str, advice: str) -> None:
-    machine = FakeMachine(driver=CudaFacts("580.82", None, (), "the driver's words", code))
-    report = examine(machine, checks=[checks.check_gpus])
-    driver = report.named("cuda.driver")
-    assert driver.status == status
-    assert "the driver's words" in driver.reason
-    assert advice in driver.fix
-    assert report.named("cuda.devices").value.startswith("no GPU: ")
-
-
-def test_a_driver_that_shows_no_device() -> None:
-    finding = found(
-        checks.check_gpus, "cuda.driver", FakeMachine(driver=CudaFacts("580.82", (13, 0), ()))
-    )
-    assert finding.status == "missing"
-    assert "CUDA_VISIBLE_DEVICES" in finding.fix
-
-
 def test_one_gpu_alone_is_not_said_to_have_peers_or_tried_multicast() -> None:
     report = examine(FakeMachine(driver=CudaFacts("580.82", (13, 0), devices(1))))
     device = report.named("cuda.device.0").value
@@ -388,78 +393,6 @@ def test_one_gpu_alone_is_not_said_to_have_peers_or_tried_multicast() -> None:
     assert report.named("cuda.peer_access").status == "info"
     assert "not measured" in report.named("cuda.multicast").reason
     assert report.named("cuda.nvlink").value == "device 0: 18 active, 18 to an NVSwitch"
-
-
-def test_pairs_without_peer_access_are_written_out() -> None:
-    pairs = devices(4)
-    pairs = tuple(
-        replace(device, peers=frozenset({number ^ 1})) for number, device in enumerate(pairs)
-    )
-    machine = FakeMachine(driver=CudaFacts("580.82", (13, 0), pairs))
-    finding = found(checks.check_gpus, "cuda.peer_access", machine)
-    assert finding.status == "missing"
-    assert finding.value.splitlines()[2] == "device 2 reaches device 3"
-    # One direction is not enough.
-    lame = (*devices(2)[:1], replace(devices(2)[1], peers=frozenset()))
-    machine = FakeMachine(driver=CudaFacts("580.82", (13, 0), lame))
-    finding = found(checks.check_gpus, "cuda.peer_access", machine)
-    assert finding.value == "device 0 reaches device 1\ndevice 1 reaches none"
-
-
-@pytest.mark.parametrize(
-    ("changes", "name", "status", "value"),
-    [
-        ({"has_multicast": False}, "cuda.multicast", "missing", "not on devices 0, 1"),
-        ({"has_multicast": None}, "cuda.multicast", "info", "not measured"),
-        ({"nvlinks": 0, "nvlinks_to_switch": 0}, "cuda.nvlink", "missing", "none"),
-        ({"nvlinks": None, "nvlinks_to_switch": None}, "cuda.nvlink", "info", "not measured"),
-        ({"is_mig": True}, "cuda.mig", "info", "on for devices 0, 1"),
-        ({"is_mig": None}, "cuda.mig", "info", "not measured"),
-    ],
-)
-def test_what_devices_lack(changes: dict[str, Any], name: str, status: str, value: str) -> None:
-    machine = FakeMachine(driver=CudaFacts("580.82", (13, 0), devices(2, **changes)))
-    finding = found(checks.check_gpus, name, machine)
-    assert (finding.status, finding.value) == (status, value)
-    assert finding.reason
-
-
-def test_a_device_with_fewer_links_than_the_others_is_told() -> None:
-    two = devices(2)
-    machine = FakeMachine(
-        driver=CudaFacts("580.82", (13, 0), (two[0], replace(two[1], nvlinks=17)))
-    )
-    finding = found(checks.check_gpus, "cuda.nvlink", machine)
-    assert "device 1: 17 active" in finding.value
-    assert "some may be down" in finding.reason
-
-
-def test_symmetric_memory_is_never_said_to_work() -> None:
-    finding = found(checks.check_symmetric_memory, "symmetric_memory", FakeMachine())
-    assert (finding.status, finding.value) == ("info", "torch has CUDA; not measured")
-    machine = FakeMachine(installed=replace(CUDA_TORCH, symmetric_memory_error="ImportError: x"))
-    finding = found(checks.check_symmetric_memory, "symmetric_memory", machine)
-    assert (finding.status, finding.reason) == ("missing", "ImportError: x")
-
-
-# -- self-test and report --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("total", "words"),
-    [(TimeoutError("2 ranks hung\nstack"), "Error: 2 ranks hung"), (4.0, "came back as 4")],
-)
-def test_ranks_that_cannot_add_are_broken(total: float | Exception, words: str) -> None:
-    machine = FakeMachine(total=total)
-    finding = found(self_test.check_all_reduce, "self_test.all_reduce", machine)
-    assert finding.status == "broken"
-    assert words in finding.reason
-    assert "stack" not in finding.reason
-
-
-def test_a_broken_finding_needs_a_reason_and_a_fix() -> None:
-    with pytest.raises(AssertionError, match="nccl"):
-        Finding("nccl", "broken", "two", "because")
 
 
 def test_text_is_aligned_within_100_columns_and_names_what_is_broken_last() -> None:
@@ -495,3 +428,26 @@ def test_this_machine_answers_every_check_but_the_self_test() -> None:
     assert report.named("python").value.startswith(sys.version.split()[0])
     assert report.named("torch").status == "ok"
     assert report.named("pcomm-core").status == "ok"
+
+
+def test_checks_of_other_packages_run_once_each_and_one_that_is_missing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = [
+        EntryPoint("nvls", "pcomm.core.doctor.checks:check_process", GROUP),
+        EntryPoint("nvls", "pcomm.core.doctor.checks:check_process", GROUP),
+        EntryPoint("absent", "pcomm.core.doctor.nowhere:check", GROUP),
+        EntryPoint("odd", "pcomm.core.doctor.checks:_MIB", GROUP),
+        EntryPoint("nvls", "pcomm.core.doctor.checks:check_open_files", "another group"),
+    ]
+    monkeypatch.setattr(
+        self_test, "entry_points", lambda group: EntryPoints(entries).select(group=group)
+    )
+    report = examine(checks=installed_checks())
+    names = [finding.name for finding in report.findings]
+    assert names == ["absent", "python", "platform", "cores", "memory", "odd"]
+    assert "ModuleNotFoundError" in report.named("absent").reason
+    assert "uninstall" in report.named("absent").fix
+    assert "not callable" in report.named("odd").reason
+    entries.clear()
+    assert installed_checks() == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import pytest
@@ -126,10 +125,3 @@ def test_without_nvml_links_and_instances_are_not_known(without: str) -> None:
     for device in facts.devices:
         assert (device.is_mig, device.nvlinks, device.nvlinks_to_switch) == (None, None, None)
         assert device.memory_bytes == 80 * GIB
-
-
-def test_the_fakes_are_called_as_ctypes_calls() -> None:
-    # The fakes write through `_obj`, which is what byref hands over; a real function gets the same.
-    value = ctypes.c_int()
-    ctypes.memset(ctypes.byref(value), 1, 4)
-    assert value.value == 0x01010101

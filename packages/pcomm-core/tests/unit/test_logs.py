@@ -22,38 +22,24 @@ def _logger_as_it_was() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def test_rank_0_writes_all_levels_from_the_one_asked() -> None:
-    stream = io.StringIO()
-    logs.configure("info", 0, stream=stream)
-    logger = logging.getLogger("pcomm.core.groups.open_groups")
-    logger.debug("quiet")
-    logger.info("opened %d", 3)
-    assert stream.getvalue() == "INFO rank 0 pcomm.core.groups.open_groups: opened 3\n"
-
-
-def test_other_ranks_write_warnings_only() -> None:
-    stream = io.StringIO()
-    logs.configure("debug", 5, stream=stream)
-    logger = logging.getLogger("pcomm.core.groups.open_groups")
-    logger.info("the same on every rank")
-    logger.warning("only here")
-    assert stream.getvalue() == "WARNING rank 5 pcomm.core.groups.open_groups: only here\n"
-
-
-def test_a_second_call_replaces_the_first() -> None:
+def test_rank_0_writes_levels_from_the_one_asked_and_others_warnings_only() -> None:
+    root, logger = logging.getLogger(), logging.getLogger("pcomm.core.groups.open_groups")
+    theirs, before = logging.NullHandler(), (list(root.handlers), root.level)
+    logging.getLogger("pcomm").addHandler(theirs)
     first, second = io.StringIO(), io.StringIO()
     logs.configure("info", 0, stream=first)
-    logs.configure("error", 1, stream=second)
-    logging.getLogger("pcomm").error("once")
-    assert first.getvalue() == ""
-    assert second.getvalue() == "ERROR rank 1 pcomm: once\n"
-
-
-def test_handlers_of_the_program_stay() -> None:
-    theirs = logging.NullHandler()
-    logging.getLogger("pcomm").addHandler(theirs)
-    logs.configure("info", 0)
+    logger.debug("quiet")
+    logger.info("opened %d", 3)
+    assert first.getvalue() == "INFO rank 0 pcomm.core.groups.open_groups: opened 3\n"
+    # A second call replaces the first.
+    logs.configure("debug", 5, stream=second)
+    logger.info("the same on every rank")
+    logger.warning("only here")
+    assert second.getvalue() == "WARNING rank 5 pcomm.core.groups.open_groups: only here\n"
+    assert "only here" not in first.getvalue()
+    # What the program had stays, and so does the root logger.
     assert theirs in logging.getLogger("pcomm").handlers
+    assert (list(root.handlers), root.level) == before
 
 
 def test_without_a_stream_it_follows_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,13 +48,6 @@ def test_without_a_stream_it_follows_stderr(capsys: pytest.CaptureFixture[str]) 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "INFO rank 0 pcomm: hello" in captured.err
-
-
-def test_the_root_logger_is_left_alone() -> None:
-    root = logging.getLogger()
-    before = list(root.handlers), root.level
-    logs.configure("debug", 0, stream=io.StringIO())
-    assert (list(root.handlers), root.level) == before
 
 
 def test_importing_every_module_configures_nothing() -> None:

@@ -1,14 +1,13 @@
-"""Registration of memory, on the fake that has torch's asymmetric semantics."""
+"""Registration of memory, on the fake that has torch's asymmetric semantics; reserved memory."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
@@ -77,44 +76,6 @@ class TestTorchsSemantics:
         assert communicator.pools == set()
 
 
-class HabitualRegistration:
-    """Takes memory away on entering, brings all of it back on leaving, and swallows errors.
-
-    The shape of the allocator that Megatron-LM PR 2663 was about.
-    """
-
-    def __init__(self, pool: FakePool, communicators: Sequence[FakeCommunicator]) -> None:
-        self.pool, self.communicators = pool, communicators
-
-    def __enter__(self) -> FakePool:
-        if self.pool.segments:
-            self._try("deregister", lambda c: c.deregister_mem_pool(self.pool))
-        return self.pool
-
-    def __exit__(self, *_: object) -> None:
-        self._try("register", lambda c: c.register_mem_pool(self.pool))
-
-    def _try(self, what: str, call: Callable[[FakeCommunicator], None]) -> None:
-        for communicator in self.communicators:
-            try:
-                call(communicator)
-            except RuntimeError:
-                warnings.warn(f"{what} failed for {communicator.name}", stacklevel=2)
-
-
-def test_the_warning_of_pr_2663_comes_from_one_communicator_named_twice() -> None:
-    """A warning at de-registration and none at registration, which nobody could explain."""
-    dp, gather = FakeCommunicator("dp"), FakeCommunicator("dp_cp[gather]")
-    habit = HabitualRegistration(FakePool(0), [dp, gather, gather])
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            with habit as pool:
-                pool.allocate(64)
-    messages = [str(warning.message) for warning in seen]
-    assert messages == ["deregister failed for dp_cp[gather]"] * 2
-
-
 def test_here_a_communicator_named_twice_is_registered_once() -> None:
     backend = FakePools()
     # Two groups over the same ranks that share a communicator, and one of them given twice.
@@ -172,31 +133,6 @@ def test_a_buffer_used_on_two_communicators_is_said_to_be() -> None:
     assert backend.log == []
     registry.bind(arena, [REDUCE, OUTER], across_roles=True)
     assert len(list(backend.registered())) == 4
-
-
-@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2))
-def test_what_fails_half_way_is_undone_everywhere(num: int, at: int, before: int) -> None:
-    """Whichever segment of whichever communicator is refused, nothing stays registered."""
-    backend = FakePools()
-    _, registry = opened(backend)
-    arena = filled(registry, "gather", [64] * (num + at))
-    names = [GATHER, OUTER, REDUCE]
-    refusing = backend.communicator(names[before]).registrar
-    order = ["dp[gather]", "dp[reduce]", "hsdp[gather]"]
-    refusing.refused = {list(arena.pool.segments)[at]}
-    with pytest.raises(UnsupportedError, match="cannot register"):
-        registry.bind(arena, names, across_roles=True)
-    assert list(backend.registered()) == []
-    assert all(not c.pools for c in backend.communicators.values())
-    assert registry.bindings == ()
-    tried = order[: order.index(refusing.name) + 1]
-    assert backend.log == [f"register 0 {name}" for name in tried] + [
-        f"deregister 0 {name}" for name in [tried[-1], *reversed(tried[:-1])]
-    ]
-    # And once the cause is gone it works.
-    refusing.refused = ()
-    registry.bind(arena, names, across_roles=True)
-    assert len(registry.bindings) == 3
 
 
 def test_a_pair_that_cannot_be_deregistered_is_broken_and_stays_so() -> None:
@@ -285,3 +221,117 @@ def test_a_group_without_a_communicator_has_nothing_to_register() -> None:
     assert registry.bindings == ()
     groups.close()
     assert backend.log == []
+
+
+CPU = torch.device("cpu")
+
+
+def opened_alone() -> tuple[FakePools, Groups, PoolRegistry]:
+    backend, groups = FakePools(), Groups([GATHER, CONTROL])
+    return backend, groups, PoolRegistry(groups, CONTROL, backend)
+
+
+def reserved(registry: PoolRegistry, count: int, num_bytes: int) -> Arena:
+    arena = registry.new_arena("gather", "weights")
+    arena.reserve(count, num_bytes, CPU)
+    return arena
+
+
+def test_what_comes_and_goes_stays_in_what_is_registered() -> None:
+    backend, _, registry = opened_alone()
+    arena = reserved(registry, 2, 64)
+    registry.bind(arena, [GATHER])
+    before = list(backend.registered())
+    assert len(before) == 2
+    storages = [torch.UntypedStorage(0) for _ in range(3)]
+    for _ in range(3):
+        for storage in storages[:2]:
+            arena.fill(storage, 40)
+        # Memory that is given back, and memory of what nobody holds, are both free again.
+        storages[0].resize_(0)
+        arena.fill(storages[2], 64)
+        storages[1] = storages.pop()
+        storages.append(torch.UntypedStorage(0))
+        for storage in storages:
+            storage.resize_(0)
+    assert [storage.nbytes() for storage in storages] == [0] * 3
+    assert list(backend.registered()) == before
+    assert sorted(arena.pool.segments) == sorted(address for _, address in before)
+    registry.unbind(arena)
+
+
+def test_one_buffer_more_than_reserved_is_an_error_and_gets_nothing() -> None:
+    _, _, registry = opened_alone()
+    arena = reserved(registry, 2, 64)
+    held = [torch.UntypedStorage(0) for _ in range(3)]
+    for storage in held[:2]:
+        arena.fill(storage, 64)
+    with pytest.raises(ConfigError, match=r"weights(.|\n)*64 bytes: all 2 that(.|\n)*Reserve"):
+        arena.fill(held[2], 64)
+    # Nothing has been allocated, and what is there can be de-registered.
+    assert held[2].nbytes() == 0
+    assert len(arena.pool.segments) == 2
+    with pytest.raises(ConfigError, match="frozen, with 128 bytes"):
+        arena.reserve(1, 64, CPU)
+
+
+def test_an_allocator_that_takes_new_memory_all_the_same_is_an_error() -> None:
+    backend, _, registry = opened_alone()
+    arena = reserved(registry, 2, 64)
+    backend.address = lambda pool, storage: pool.allocate(64)  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match=r"in none of the 2 segments"):
+        arena.fill(torch.UntypedStorage(0), 64)
+
+
+def test_every_buffer_gets_as_much_as_the_largest() -> None:
+    _, _, registry = opened_alone()
+    arena, storage = reserved(registry, 1, 64), torch.UntypedStorage(0)
+    arena.fill(storage, 3)
+    assert storage.nbytes() == 64
+
+
+def test_a_new_arena_is_nobody_elses() -> None:
+    _, _, registry = opened_alone()
+    first, second, third = (registry.new_arena("gather", "a") for _ in range(3))
+    assert [arena.name for arena in (first, second, third)] == ["a", "a #2", "a #3"]
+    assert registry.arena("gather", "a") is first
+    assert len({arena.pool.number for arena in (first, second, third)}) == 3
+
+
+def test_an_arena_is_dropped_once_it_is_bound_to_nothing() -> None:
+    _, _, registry = opened_alone()
+    arena = reserved(registry, 1, 64)
+    registry.bind(arena, [GATHER])
+    with pytest.raises(ConfigError, match="bound to a communicator"):
+        registry.drop(arena)
+    registry.unbind(arena)
+    registry.drop(arena)
+    assert registry.new_arena("gather", arena.name).name == arena.name
+    with pytest.raises(ConfigError, match="another registry"):
+        registry.bind(arena, [GATHER])
+
+
+def test_the_device_is_done_before_memory_is_registered_or_taken_away() -> None:
+    backend, groups, registry = opened_alone()
+    backend.quiesce = lambda: backend.log.append("quiesce")  # type: ignore[method-assign]
+    arena = reserved(registry, 1, 64)
+    registry.bind(arena, [GATHER])
+    registry.unbind(arena)
+    registry.bind(arena, [GATHER])
+    groups.close()
+    once = ["quiesce", "register 0 dp[gather]", "quiesce", "deregister 0 dp[gather]"]
+    assert backend.log == once * 2
+
+
+def test_a_device_that_fails_keeps_no_memory_registered() -> None:
+    backend, groups, registry = opened_alone()
+    arena = reserved(registry, 1, 64)
+    registry.bind(arena, [GATHER])
+
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    backend.quiesce = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        groups.close()
+    assert list(backend.registered()) == []

@@ -99,27 +99,14 @@ def rails(num_ranks: int, bytes_per_s: float, num_rails: int) -> Cluster:
     )
 
 
-@pytest.mark.parametrize(("num_rails", "num_ranks"), [(1, 64), (2, 64), (2, 1024)])
-@pytest.mark.parametrize("separate", [False, True])
-def test_the_next_gather_starts_before_the_reduce_ends_iff_the_roles_differ(
-    separate: bool, num_rails: int, num_ranks: int
-) -> None:
-    layers = 12
-    fsdp = Fsdp(layers, 64 * MIB, 1e-4, 1e-4, prefetch=0, separate=separate, gather_first=False)
-    time = fsdp.run(num_ranks, 1e9, num_rails=num_rails).time
-    for i in range(1, layers):
-        starts_before = time(f"G{i - 1}").start_s < time(f"r{i}").stop_s
-        assert starts_before == separate
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("num_rails", [1, 2])
+@pytest.mark.parametrize(("num_rails", "num_ranks"), [(1, 64), (2, 64), (2, 1024)])
 @pytest.mark.parametrize("gather_first", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
 def test_prefetch_only_moves_the_layer_whose_gather_waits_for_the_reduce(
-    separate: bool, gather_first: bool, num_rails: int, prefetch: int
+    separate: bool, gather_first: bool, num_rails: int, num_ranks: int, prefetch: int
 ) -> None:
-    """With reduces that outlast the gathers on their way, 64 ranks.
+    """With reduces that outlast the gathers on their way.
 
     What is issued before the reduce gets past it on any communicator, so prefetch helps one
     communicator too; but the first gather that is issued after it waits, unless roles differ.
@@ -127,7 +114,7 @@ def test_prefetch_only_moves_the_layer_whose_gather_waits_for_the_reduce(
     layers, ahead = 12, 1 + prefetch + gather_first
     order = {"prefetch": prefetch, "separate": separate, "gather_first": gather_first}
     fsdp = Fsdp(layers, 64 * MIB, 1e-4, 1e-4, **order, grad_width=8.0, inflight=layers)
-    time = fsdp.run(64, 1e9, num_rails=num_rails).time
+    time = fsdp.run(num_ranks, 1e9, num_rails=num_rails).time
     for i in range(ahead, layers):
         starts_before = time(f"G{i - ahead}").start_s < time(f"r{i}").stop_s
         assert starts_before == separate
@@ -246,47 +233,7 @@ def test_predictions_have_the_order_of_the_measured_steps(
 ) -> None:
     gloo, one, shared, apart = predicted_ms(*setting, compute_s)
     assert apart < shared <= one * (1 + 1e-9) < gloo
-
-
-@pytest.mark.parametrize("setting", MEASURED_MS)
-def test_predictions_are_as_far_from_the_measured_steps_as_the_page_says(
-    setting: tuple[int, int],
-) -> None:
-    """docs/concepts/simulation.md: between 0.67 and 0.91 of what was measured."""
-    ratios = [
-        predicted / measured
-        for predicted, measured in zip(
-            predicted_ms(*setting, 0.090), MEASURED_MS[setting], strict=True
-        )
-    ]
-    assert min(ratios) >= 0.67
-    assert max(ratios) <= 0.91
-
-
-COLLECTIVES_MS = {
-    # Ranks: gather alone, reduce alone, then both as in `CASES` without the second.
-    4: (132, 280, 409, 432, 271),
-    2: (91, 184, 284, 303, 179),
-}
-"""One gather and one of gloo's reduce-scatters of 8 MiB at 400 Mbit/s, measured as above."""
-
-
-@pytest.mark.parametrize("num_ranks", COLLECTIVES_MS)
-def test_predictions_of_two_collectives_beside_the_measured_ones(num_ranks: int) -> None:
-    """docs/concepts/simulation.md: between 0.82 and 0.96 of what was measured."""
-
-    def both(separate: bool, num_rails: int) -> float:
-        tasks = (
-            Task("r", REDUCE if separate else GATHER, "all_reduce", num_bytes=8 * MIB),
-            Task("g", GATHER, "all_gather", num_bytes=8 * MIB / num_ranks),
-        )
-        cluster = rails(num_ranks, RATE_S[400], num_rails)
-        return simulate(dict.fromkeys(range(num_ranks), tasks), cluster).makespan_s * 1e3
-
-    apart = both(True, 2)
-    assert apart < both(True, 1) == pytest.approx(both(False, 1))
-    gather = 8 * MIB * (num_ranks - 1) / num_ranks / RATE_S[400] * 1e3
-    predicted = (gather, apart, both(False, 1), both(True, 1), apart)
-    ratios = [p / m for p, m in zip(predicted, COLLECTIVES_MS[num_ranks], strict=True)]
-    assert min(ratios) >= 0.82
-    assert max(ratios) <= 0.96
+    if compute_s == 0.090:
+        # docs/concepts/simulation.md: between 0.67 and 0.91 of what was measured.
+        found = zip((gloo, one, shared, apart), MEASURED_MS[setting], strict=True)
+        assert all(0.67 <= predicted / measured <= 0.91 for predicted, measured in found)

@@ -140,9 +140,6 @@ def shared_memory_mapped() -> list[str]:
 def test_what_cannot_be_had_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SymmetricMemory.open(Group("tp", (0,), None), **{"num_bytes": 64, **options})
-
-
-def test_no_ranks_have_no_memory() -> None:
     with pytest.raises(ConfigError, match="of 0 ranks"):
         SymmetricMemory.virtual(0, 64)
 
@@ -216,6 +213,9 @@ def test_handles_of_torch_become_addresses_and_tensors() -> None:
     assert module.pad_bytes == 16
     # Zero says that there is no multicast.
     assert memory.multicast_ptr is None
+    there = torch_memory(FakeSymmetricMemory(multicast_ptr=1 << 40))
+    there.rendezvous(["", ""])
+    assert there.multicast_ptr == 1 << 40
     assert memory.signal_pad(1).tolist() == [0] * 4
     assert memory.signal_pad(0).tolist() != [0] * 4
     for rank in range(2):
@@ -233,12 +233,6 @@ def test_handles_of_torch_become_addresses_and_tensors() -> None:
     assert view.unique().tolist() == [0]
     del view
     assert kept() is None
-
-
-def test_an_address_of_multicast_is_kept() -> None:
-    memory = torch_memory(FakeSymmetricMemory(multicast_ptr=1 << 40))
-    memory.rendezvous(["", ""])
-    assert memory.multicast_ptr == 1 << 40
 
 
 def test_what_torch_refuses_is_told() -> None:

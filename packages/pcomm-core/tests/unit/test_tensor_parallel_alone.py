@@ -8,7 +8,7 @@ import io
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, FunctionType
 
@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from core_support.split_model import SplitModel
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.groups.communicators import communicator_of, new_collectives
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding,
-    vocabulary_parallel_cross_entropy,
 )
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import run_virtual
@@ -34,37 +33,7 @@ from pcomm.core.testing.virtual import run_virtual
 ALONE = IdentityCollectives()
 
 
-class Model(nn.Module):
-    """Every layer in one mode, from token ids to a loss per token."""
-
-    def __init__(
-        self,
-        collectives: Collectives = ALONE,
-        *,
-        bias: bool = False,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
-    ) -> None:
-        super().__init__()
-        size, self.collectives = collectives.size, collectives
-        self.words, hidden = Layout.even(12, size), Layout.even(4 if gather_output else 8, size)
-        split = {"bias": bias, "sequence_parallel": sequence_parallel}
-        self.embedding = VocabularyParallelEmbedding(
-            self.words, 4, collectives, sequence_parallel=sequence_parallel
-        )
-        self.column = ColumnParallelLinear(
-            4, hidden, collectives, gather_output=gather_output, **split
-        )
-        self.row = None if gather_output else RowParallelLinear(hidden, 4, collectives, **split)
-        self.head = ColumnParallelLinear(4, self.words, collectives, **split)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.column(self.embedding(ids)).tanh()
-        logits = self.head(x if self.row is None else self.row(x))
-        return vocabulary_parallel_cross_entropy(logits, targets, self.words, self.collectives)
-
-
-def run(model: Model) -> Tensor:
+def run(model: SplitModel) -> Tensor:
     ids = torch.tensor([3, 0, 11, 7])
     loss = model(ids, ids.roll(-1))
     loss.mean().backward()
@@ -105,7 +74,7 @@ def no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_communicated_and_no_function_is_recorded(
     mode: str, no_communication: None
 ) -> None:
-    model = Model(**MODES[mode])
+    model = SplitModel(ALONE, **MODES[mode])
     loss = run(model)
     assert loss.shape == (4,)
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -115,7 +84,7 @@ def test_nothing_is_communicated_and_no_function_is_recorded(
 def test_nor_where_no_gradient_is_asked_for(
     without: Callable[[], AbstractContextManager[None]], no_communication: None
 ) -> None:
-    model, ids = Model(bias=True), torch.tensor([3, 0, 11, 7])
+    model, ids = SplitModel(ALONE, bias=True), torch.tensor([3, 0, 11, 7])
     expected = run(model)
     with without():
         assert_equal(model(ids, ids.roll(-1)).clone(), expected)
@@ -125,32 +94,13 @@ def test_nor_where_no_gradient_is_asked_for(
 def test_on_two_ranks_the_same_model_would_be_caught(mode: str, no_communication: None) -> None:
     def on_rank(collectives: Collectives) -> None:
         with pytest.raises(AssertionError, match=r"autograd\.Function on one rank"):
-            run(Model(collectives, **MODES[mode]))
+            run(SplitModel(collectives, **MODES[mode]))
 
     run_virtual(on_rank, 2)
 
 
-@pytest.fixture
-def world_of_one() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_a_real_collective_would_be_caught(
-    world_of_one: dist.ProcessGroup, request: pytest.FixtureRequest
-) -> None:
-    before = communicator_of(world_of_one).collectives
-    request.getfixturevalue("no_communication")
-    with pytest.raises(AssertionError, match="communication"):
-        before.all_reduce(torch.zeros(1))
-    with pytest.raises(AssertionError, match="communication"):
-        new_collectives(world_of_one)
-
-
 def test_results_are_those_of_torchs_functions() -> None:
-    model = Model(bias=True)
+    model = SplitModel(ALONE, bias=True)
     ids = torch.tensor([3, 0, 11, 7])
     x = F.linear(F.embedding(ids, model.embedding.weight), model.column.weight, model.column.bias)
     assert model.row is not None
@@ -216,13 +166,6 @@ def test_hooks_of_all_modules_are_called(register: Callable[..., object]) -> Non
 
 
 @each_layer
-def test_input_may_be_named(kind: str) -> None:
-    build, x = LAYERS[kind]
-    layer = build()
-    assert_equal(layer(x=x).detach(), layer(x).detach())
-
-
-@each_layer
 def test_forward_may_be_replaced(kind: str) -> None:
     build, x = LAYERS[kind]
     layer = build()
@@ -231,7 +174,8 @@ def test_forward_may_be_replaced(kind: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * 2
 
-    once = layer(x).detach()
+    assert list(layer.state_dict()) == (["weight"] if kind == "embedding" else ["weight", "bias"])
+    once = layer(x=x).detach()
     layer.__class__ = Doubled
     assert_equal(layer(x).detach(), once * 2)
     layer.forward = lambda x: once * 3  # type: ignore[method-assign]
@@ -257,12 +201,6 @@ def test_copies_have_parameters_of_their_own(kind: str) -> None:
             other.weight += 1
         assert not torch.equal(other(x), expected)
         assert_equal(layer(x).detach(), expected)
-
-
-@each_layer
-def test_state_has_torchs_names(kind: str) -> None:
-    names = ["weight"] if kind == "embedding" else ["weight", "bias"]
-    assert list(LAYERS[kind][0]().state_dict()) == names
 
 
 @each_layer
@@ -299,7 +237,7 @@ def test_model_and_layer_compile_without_a_break() -> None:
         graphs.append(graph)
         return graph.forward
 
-    model, ids = Model(bias=True), torch.tensor([3, 0, 11, 7])
+    model, ids = SplitModel(ALONE, bias=True), torch.tensor([3, 0, 11, 7])
     expected = run(model)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert_equal(compiled(ids, ids.roll(-1)).detach(), expected)

@@ -1,67 +1,203 @@
-"""Split layers on virtual ranks: what they send, second derivatives, and what they refuse."""
+"""Split layers on virtual ranks: what they send, with gradients and without, and refuse."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core_support.split_layers import LayerCase
 from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel import vocabulary as embedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.tensor_parallel.vocabulary import VocabularyParallelEmbedding
-from pcomm.core.testing.assertions import assert_close
+from pcomm.core.testing.assertions import assert_close, assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
-LAYOUT = Layout.uneven([5, 0, 2])
-SENT = {
-    "column": (LayerCase("column", LAYOUT), {}, {"all_reduce": 1}),
+EVEN, UNEVEN = Layout.even(8, 2), Layout.uneven((5, 3))
+# A case, and what it sends in the forward and in the backward.
+CASES: dict[str, tuple[LayerCase, dict[str, int], dict[str, int]]] = {
+    "column": (LayerCase("column", UNEVEN, bias=True), {}, {"all_reduce": 1}),
     "column, gathered": (
-        LayerCase("column", LAYOUT, gather_output=True),
+        LayerCase("column", UNEVEN, gather_output=True),
         {"all_gather": 1},
         {"all_reduce": 1},
     ),
+    "row": (LayerCase("row", UNEVEN, bias=True), {"all_reduce": 1}, {}),
+    "embedding": (LayerCase("embedding", UNEVEN), {"all_reduce": 1}, {}),
     "column, sequence": (
-        LayerCase("column", LAYOUT, sequence_parallel=True),
+        LayerCase("column", UNEVEN, sequence_parallel=True),
         {"all_gather": 1},
         {"reduce_scatter": 1},
     ),
-    "row": (LayerCase("row", LAYOUT, bias=True), {"all_reduce": 1}, {}),
-    "row, sequence": (
-        LayerCase("row", LAYOUT, bias=True, sequence_parallel=True),
-        {"reduce_scatter": 1},
-        {"all_gather": 1},
-    ),
-    "embedding": (LayerCase("embedding", LAYOUT), {"all_reduce": 1}, {}),
-    "embedding, sequence": (
-        LayerCase("embedding", LAYOUT, sequence_parallel=True),
-        {"reduce_scatter": 1},
-        {"all_gather": 1},
-    ),
+    **{
+        f"{kind}, sequence": (
+            LayerCase(kind, UNEVEN, bias=kind == "row", sequence_parallel=True),
+            {"reduce_scatter": 1},
+            {"all_gather": 1},
+        )
+        for kind in ("row", "embedding")
+    },
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "forward", "backward"), SENT.values(), ids=[name.replace(" ", "_") for name in SENT]
-)
-def test_layers_communicate_once_where_they_must(
-    case: LayerCase, forward: dict[str, int], backward: dict[str, int]
+def input_of(case: LayerCase, rank: int) -> Tensor:
+    if case.kind == "embedding":
+        return torch.arange(case.tokens) % case.layout.length
+    wide = case.width if case.kind == "column" else case.layout.length
+    x = torch.randn(case.tokens, wide, generator=torch.Generator().manual_seed(0))
+    return case.own_input(x, rank).contiguous()
+
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise AssertionError("an autograd.Function without gradients")
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CASES)
+def test_each_communicates_once_where_it_must_and_alike_without_gradients(
+    name: str,
+    without: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def on_rank(collectives: VirtualCollectives) -> None:
+    case, forward, backward = CASES[name]
+
+    def on_rank(collectives: Collectives) -> None:
         spy = SpyCollectives(collectives)
-        layer = case.build(spy, torch.float64)
-        x = torch.ones(case.tokens, case.layout.length if case.kind == "row" else case.width)
-        x = torch.zeros(case.tokens, dtype=torch.int64) if case.kind == "embedding" else x.double()
-        own = case.own_input(x, collectives.rank).detach()
-        output = layer(own.requires_grad_() if own.is_floating_point() else own)
+        torch.manual_seed(collectives.rank)
+        layer, x = case.build(spy, torch.float32), input_of(case, collectives.rank)
+        before, leaf = x.clone(), x.clone()
+        output = layer(leaf.requires_grad_() if leaf.is_floating_point() else leaf)
+        expected = output.detach().clone()
         assert spy.counts == forward
         spy.clear()
         output.sum().backward()
         assert spy.counts == backward
+        spy.clear()
+        # The ranks are threads of one process: no one is in `layer` when a function is refused.
+        collectives.all_reduce(torch.zeros(1))
+        monkeypatch.setattr(torch.autograd.Function, "apply", refuse)
+        collectives.all_reduce(torch.zeros(1))
+        with without():
+            found = layer(x)
+        assert spy.counts == forward
+        assert_equal(found.clone(), expected)
+        assert_equal(x, before)
 
-    run_virtual(on_rank, 3)
+    run_virtual(on_rank, 2)
+
+
+@pytest.mark.parametrize("kind", ["row", "embedding"])
+def test_a_sum_is_added_up_in_place(kind: str) -> None:
+    case = LayerCase(kind, UNEVEN)  # type: ignore[arg-type]
+
+    def on_rank(collectives: Collectives) -> bool:
+        class Seen(SpyCollectives):
+            is_in_place = False
+
+            def all_reduce(
+                self, x: Tensor, *, op: Any = "sum", out: Tensor | None = None
+            ) -> Tensor:
+                self.is_in_place = out is x
+                return super().all_reduce(x, op=op, out=out)
+
+        spy = Seen(collectives)
+        with torch.inference_mode():
+            case.build(spy, torch.float32)(input_of(case, collectives.rank))
+        return spy.is_in_place
+
+    assert run_virtual(on_rank, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_any_number_of_tokens_is_decoded(tokens: int) -> None:
+    """In the form without sequence parallelism, which has the same weights."""
+
+    def on_rank(collectives: Collectives) -> None:
+        for name in ("column", "row", "embedding"):
+            case = replace(CASES[name][0], tokens=tokens)
+            with torch.inference_mode():
+                found = case.build(collectives, torch.float32)(input_of(case, collectives.rank))
+            assert found.shape[0] == tokens
+        if tokens == 1:
+            return
+        for name in ("row, sequence", "embedding, sequence"):
+            case = replace(CASES[name][0], tokens=tokens)
+            layer = case.build(collectives, torch.float32)
+            with (
+                torch.inference_mode(),
+                pytest.raises(LayoutError, match="that decode"),
+            ):
+                layer(input_of(case, collectives.rank))
+
+    run_virtual(on_rank, 2)
+
+
+def test_ids_are_looked_at_unless_the_caller_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_rank(collectives: Collectives) -> None:
+        ids = torch.tensor([7, 8])
+        for checks in (True, False):
+            layer = VocabularyParallelEmbedding(EVEN, 3, collectives, check_ids=checks)
+            if checks:
+                with pytest.raises(LayoutError, match="ids 7 to 8"):
+                    layer(ids)
+            else:
+                with torch.inference_mode():
+                    assert (layer(ids)[1] == 0).all()
+                    assert (layer(ids)[0] != 0).all()
+
+    run_virtual(on_rank, 2)
+    monkeypatch.setattr(embedding, "check_ids", refuse)
+    run_virtual(
+        lambda c: VocabularyParallelEmbedding(EVEN, 3, c, check_ids=False)(torch.arange(8)), 2
+    )
+
+
+class Allocated(TorchDispatchMode):
+    """The largest tensor with memory that was made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.device.type != "meta":
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
+    "column": lambda c, **options: ColumnParallelLinear(4, EVEN, c, bias=True, **options),
+    "row": lambda c, **options: RowParallelLinear(EVEN, 4, c, bias=True, **options),
+    "embedding": lambda c, **options: VocabularyParallelEmbedding(EVEN, 4, c, **options),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_only_the_shard_of_a_rank_is_allocated(kind: str) -> None:
+    def on_rank(collectives: Collectives) -> tuple[int, int]:
+        found = list[int]()
+        options: dict[str, Any]
+        for options in ({}, {"initialise": False}):
+            with Allocated() as allocated:
+                layer = LAYERS[kind](collectives, dtype=torch.bfloat16, **options)
+            found.append(allocated.largest)
+            assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+                name: tuple(p.shape) for name, p in LAYERS[kind](collectives).named_parameters()
+            }
+            assert all(p.dtype == torch.bfloat16 and p.is_contiguous() for p in layer.parameters())
+        whole, shard = found
+        return whole, shard
+
+    assert run_virtual(on_rank, 2) == [(32, 16)] * 2
 
 
 @pytest.mark.parametrize("gathered", [False, True])

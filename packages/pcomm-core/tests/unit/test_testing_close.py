@@ -54,12 +54,7 @@ def test_close_fails_an_error_of_four_times_the_bound(dtype: torch.dtype, everyw
         wrong[3, 5] += error
     with pytest.raises(AssertionError, match="300 terms of total magnitude"):
         assert_close_as(dtype, wrong, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_close_passes_half_the_bound(dtype: torch.dtype) -> None:
-    _, expected = product(dtype)
-    assert_close_as(dtype, expected + explained(expected, dtype) / 2, expected)
+    assert_close_as(dtype, expected + error / 8, expected)
 
 
 def assert_close_as(dtype: torch.dtype, actual: Tensor, expected: Tensor) -> None:
@@ -67,15 +62,6 @@ def assert_close_as(dtype: torch.dtype, actual: Tensor, expected: Tensor) -> Non
     scale = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
     magnitude = float(expected.abs().max()) * INNER**0.5
     assert_close(actual, expected, num_terms=INNER, magnitude=magnitude * scale)
-
-
-def test_close_takes_a_magnitude() -> None:
-    expected = torch.tensor([0.0, 0.0])
-    # 1e8 - 1e8 + 3: the sum is small, what was added is not.
-    actual = torch.tensor([0.0, 3.0])
-    assert_close(actual, expected, num_terms=3, magnitude=2e8)
-    with pytest.raises(AssertionError, match="off by"):
-        assert_close(actual, expected, num_terms=3)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -102,9 +88,8 @@ def test_close_and_as_accurate_fail_another_shape() -> None:
             assert_as_accurate(wrong, actual, expected)
         with pytest.raises(AssertionError, match="plain torch has shape"):
             assert_as_accurate(actual, wrong, expected)
-
-
-def test_nothing_is_close_to_nothing() -> None:
+    with pytest.raises(AssertionError, match=r"torch\.bfloat16, plain torch has torch\.float32"):
+        assert_as_accurate(actual.bfloat16(), actual, expected)
     empty = torch.empty(0, 3)
     assert_close(empty, empty.double(), num_terms=1)
     assert_as_accurate(empty, empty, empty.double())
@@ -158,12 +143,6 @@ def test_as_accurate_grants_roundings_where_plain_torch_is_exact() -> None:
         assert_as_accurate(one_off, plain, exact)
     assert_as_accurate(one_off, plain, exact, num_terms=2)
     assert_as_accurate(one_off + 1e-6, plain + 1e-6, exact, factor=2.0)
-
-
-def test_as_accurate_compares_the_same_dtype() -> None:
-    ours, plain, exact = sums(torch.bfloat16)
-    with pytest.raises(AssertionError, match=r"torch\.float32, plain torch has torch\.bfloat16"):
-        assert_as_accurate(ours.float(), plain, exact)
 
 
 def test_equal_is_about_every_bit() -> None:

@@ -15,42 +15,24 @@ def flags() -> tuple[int, bool]:
     return torch.get_deterministic_debug_mode(), fills
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_fresh_memory_is_nan(dtype: torch.dtype) -> None:
-    x = torch.zeros(5, dtype=dtype)
-    with poisoned_memory():
-        for fresh in (
-            torch.empty(3, 4, dtype=dtype),
-            torch.empty_like(x),
-            x.new_empty(7),
-            torch.empty_strided((2, 3), (3, 1), dtype=dtype),
-            torch.empty(2, dtype=dtype).resize_(9),
-        ):
-            assert fresh.numel() > 0
-            assert fresh.isnan().all()
-
-
-def test_fresh_integers_are_the_largest_value() -> None:
+def test_fresh_memory_is_nan_or_the_largest_integer() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.zeros(5, dtype=dtype)
+        with poisoned_memory():
+            for fresh in (
+                torch.empty(3, 4, dtype=dtype),
+                torch.empty_like(x),
+                x.new_empty(7),
+                torch.empty_strided((2, 3), (3, 1), dtype=dtype),
+                torch.empty(2, dtype=dtype).resize_(9),
+            ):
+                assert fresh.numel() > 0
+                assert fresh.isnan().all()
+            assert torch.zeros(4).tolist() == [0.0] * 4
+            assert torch.cat([torch.ones(2), torch.ones(3)]).tolist() == [1.0] * 5
     with poisoned_memory():
         for dtype in (torch.int64, torch.int32, torch.uint8):
             assert (torch.empty(6, dtype=dtype) == torch.iinfo(dtype).max).all()
-
-
-def test_what_is_written_is_not_touched() -> None:
-    with poisoned_memory():
-        assert torch.zeros(4).tolist() == [0.0] * 4
-        assert torch.tensor([1.0, 2.0]).mul(2).tolist() == [2.0, 4.0]
-        assert torch.cat([torch.ones(2), torch.ones(3)]).tolist() == [1.0] * 5
-
-
-def test_code_that_forgets_an_element_is_caught() -> None:
-    def forgetful(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        out[:-1] = x[:-1]
-        return out
-
-    with poisoned_memory():
-        assert forgetful(torch.zeros(8))[-1].isnan()
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])

@@ -22,10 +22,6 @@ def of(rank: int, *shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape) + 100 * rank
 
 
-def test_every_rank_knows_its_place_and_returns_its_own() -> None:
-    assert run_virtual(lambda c: (c.rank, c.size), SIZE) == [(0, 3), (1, 3), (2, 3)]
-
-
 def test_gathers_and_reductions_by_hand() -> None:
     def run(c: VirtualCollectives) -> list[Tensor]:
         x = of(c.rank, 3, 2)
@@ -55,29 +51,21 @@ def test_gathers_and_reductions_by_hand() -> None:
 
 def test_uneven_shards_by_hand() -> None:
     sizes = [2, 0, 3]
-
-    def run(c: VirtualCollectives) -> tuple[Tensor, Tensor]:
-        gathered = c.all_gather(of(c.rank, sizes[c.rank], 2), sizes=sizes)
-        return gathered, c.reduce_scatter(of(c.rank, 5, 2), sizes=sizes)
-
-    total = sum(of(rank, 5, 2) for rank in range(SIZE))
-    assert isinstance(total, Tensor)
-    for rank, (gathered, shard) in enumerate(run_virtual(run, SIZE)):
-        assert_equal(gathered, torch.cat([of(r, n, 2) for r, n in enumerate(sizes)]))
-        assert_equal(shard, total.split(sizes)[rank])
-
-
-def test_an_all_to_all_by_hand() -> None:
     # Row r: what rank r sends to each peer.
     sends = [[1, 0, 2], [0, 3, 1], [2, 1, 0]]
 
-    def run(c: VirtualCollectives) -> Tensor:
-        received = [sends[peer][c.rank] for peer in range(SIZE)]
-        return c.all_to_all(
-            of(c.rank, sum(sends[c.rank])), send_sizes=sends[c.rank], receive_sizes=received
-        )
+    def run(c: VirtualCollectives) -> tuple[Tensor, Tensor, Tensor]:
+        gathered = c.all_gather(of(c.rank, sizes[c.rank], 2), sizes=sizes)
+        shard = c.reduce_scatter(of(c.rank, 5, 2), sizes=sizes)
+        sent, received = sends[c.rank], [sends[peer][c.rank] for peer in range(SIZE)]
+        x = of(c.rank, sum(sent))
+        return gathered, shard, c.all_to_all(x, send_sizes=sent, receive_sizes=received)
 
-    for rank, found in enumerate(run_virtual(run, SIZE)):
+    total = sum(of(rank, 5, 2) for rank in range(SIZE))
+    assert isinstance(total, Tensor)
+    for rank, (gathered, shard, found) in enumerate(run_virtual(run, SIZE)):
+        assert_equal(gathered, torch.cat([of(r, n, 2) for r, n in enumerate(sizes)]))
+        assert_equal(shard, total.split(sizes)[rank])
         parts = [of(peer, sum(sends[peer])).split(sends[peer])[rank] for peer in range(SIZE)]
         assert_equal(found, torch.cat(parts))
 

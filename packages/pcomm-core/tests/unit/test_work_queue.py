@@ -173,13 +173,6 @@ def test_the_end_is_told_before_wait_returns_and_at_once_to_whoever_asks_late(
     assert log[3:] == ["told late"]
 
 
-def test_the_end_of_what_failed_is_told_too(queue: WorkQueue, log: list[str]) -> None:
-    transfer = queue.start(Step("a", log, fails_in="finish"), is_async=True)
-    told = Signal()
-    transfer.on_done(told.set)
-    told.await_()
-
-
 def test_an_operation_is_free_by_the_time_that_its_end_is_told(
     queue: WorkQueue, log: list[str]
 ) -> None:
@@ -217,8 +210,11 @@ def test_an_error_at_the_end_fails_all_later_operations_and_they_are_not_begun(
     a = Step("a", log, announces_at_once=False, is_held=True, fails_in="finish")
     first = queue.start(a, is_async=True)
     second = queue.start(Step("b", log), is_async=True)
+    told = Signal()
+    first.on_done(told.set)
     a.may_announce.set()
     a.may_end.set()
+    told.await_()
     with pytest.raises(ValueError, match="a is broken"):
         first.wait()
     # Waiting once more does not make it better.

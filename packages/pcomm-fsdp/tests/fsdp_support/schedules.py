@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,15 +14,26 @@ from pcomm.fsdp.compute_costs import Costs
 from pcomm.fsdp.plan.group_plan import FlatLayout, GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.schedule import (
+    Operation,
     Schedule,
+    ScheduledGroup,
     UnitEvent,
     UnreducedGrads,
     compile_schedule,
     scheduled_group,
 )
-from pcomm.fsdp.settings import ReshardPolicy, Roles
+from pcomm.fsdp.settings import Keep, ReshardPolicy, Roles
 
-__all__ = ["ChainGroup", "chain", "chain_costs", "plan_of", "random_events", "step_of"]
+__all__ = [
+    "ChainGroup",
+    "Machine",
+    "chain",
+    "chain_costs",
+    "groups_of",
+    "plan_of",
+    "random_events",
+    "step_of",
+]
 
 
 class ChainGroup(Group):
@@ -142,6 +154,99 @@ def step_of(
         )
         gathered, unreduced = schedules[-1].gathered_at_end, schedules[-1].unreduced_at_end
     return schedules
+
+
+def groups_of(
+    events: Iterable[UnitEvent],
+    keep: Keep = "use",
+    *,
+    reduces: bool = True,
+    all_reduces: bool = False,
+    has_replicas: bool = False,
+) -> list[ScheduledGroup]:
+    """A parameter group of ten bytes for each unit."""
+    return [
+        ScheduledGroup(f"{u}.w", u, 10, keep, reduces, all_reduces, has_replicas=has_replicas)
+        for u in sorted({event.unit for event in events})
+    ]
+
+
+@dataclass
+class Machine:
+    """Executes steps and refuses what makes no sense.
+
+    Args:
+        groups: The parameter groups of all units.
+        gathered: Names of those that are gathered before.
+    """
+
+    groups: Sequence[ScheduledGroup]
+    gathered: set[str] = field(default_factory=set)
+    in_flight: set[str] = field(default_factory=set)
+    reducing: set[str] = field(default_factory=set)
+    all_reducing: set[str] = field(default_factory=set)
+    reduced: list[str] = field(default_factory=list)
+    most_gathered: int = 0
+    most_reducing: int = 0
+
+    @property
+    def on_their_way(self) -> set[str]:
+        """Groups with a collective that has not been waited for."""
+        return self.in_flight | self.reducing | self.all_reducing
+
+    def run(self, steps: Iterable[Operation]) -> None:
+        """Take steps, and note how much there is at once beside the root's."""
+        for step in steps:
+            getattr(self, step.kind)(step)
+            live = self.gathered | self.in_flight
+            self.most_gathered = max(self.most_gathered, len(live - {f"{ROOT}.w"}))
+
+    def use(self, step: Operation) -> None:
+        """The parameters of a unit are there."""
+        # What is on its way beside computation; one more is issued before the oldest is ended.
+        self.most_reducing = max(self.most_reducing, len(self.reducing))
+        for group in self.groups:
+            if group.unit == step.name:
+                assert group.name in self.gathered, f"{step} without its parameters"
+
+    def done(self, step: Operation) -> None:
+        """A unit has ended."""
+
+    end = done
+
+    def gather(self, step: Operation) -> None:
+        """It is not there, and not on its way."""
+        assert step.name not in self.gathered | self.in_flight
+        self.in_flight.add(step.name)
+
+    def wait_gather(self, step: Operation) -> None:
+        """It was on its way."""
+        self.in_flight.remove(step.name)
+        self.gathered.add(step.name)
+
+    def release(self, step: Operation) -> None:
+        """It was there."""
+        self.gathered.remove(step.name)
+
+    def reduce(self, step: Operation) -> None:
+        """No other reduce of the group is on its way."""
+        assert step.name not in self.reducing
+        self.reducing.add(step.name)
+        self.reduced.append(step.name)
+
+    def wait_reduce(self, step: Operation) -> None:
+        """What it adds to is not being summed over replicas."""
+        assert step.name not in self.all_reducing
+        self.reducing.remove(step.name)
+
+    def all_reduce(self, step: Operation) -> None:
+        """All gradients are there, and are summed once at a time."""
+        assert step.name not in self.reducing | self.all_reducing
+        self.all_reducing.add(step.name)
+
+    def wait_all_reduce(self, step: Operation) -> None:
+        """It was on its way."""
+        self.all_reducing.remove(step.name)
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -30,6 +30,7 @@ from pcomm.fsdp.settings import CommPolicy, ReshardPolicy, Roles
 from pcomm.fsdp.sharded import Sharded
 
 __all__ = [
+    "MAX_NORM",
     "MICRO_BATCHES",
     "STAGES",
     "STEPS",
@@ -39,12 +40,14 @@ __all__ = [
     "Block",
     "SmallModel",
     "accumulated_step",
+    "check_gradients",
     "check_state",
     "flat_groups",
     "model_of",
     "on_gloo_and_nccl",
     "one_rank_groups",
     "open_two",
+    "replicated",
     "roles_of",
     "shard",
     "step_of",
@@ -53,6 +56,7 @@ __all__ = [
     "tokens",
     "train_and_save",
     "train_one_process",
+    "train_sharded",
 ]
 
 
@@ -154,7 +158,7 @@ ZERO = ("zero3", "zero2", "zero1")
 STAGES = ("zero3", "zero3, reduced once", "zero2", "zero1")
 """Those, and ZeRO-3 with one reduce a step."""
 
-STEPS, MICRO_BATCHES = 3, 2
+STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.3
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 """A batch for a `SmallModel`, the same on all ranks."""
@@ -188,6 +192,19 @@ def shard(
     return fully_shard(model, roles_of(groups), units=units, **options)  # type: ignore[arg-type]
 
 
+@contextmanager
+def replicated(shards: int, replicas: int) -> Iterator[Roles]:
+    """Roles of parameters that some ranks shard and as many groups of them hold. Collective.
+
+    Args:
+        shards: Number of ranks that share a whole model.
+        replicas: Number of whole models.
+    """
+    topology = Topology({"rep": replicas, "shard": shards}, order=("shard", "rep"))
+    with open_groups(topology, ["shard", ("shard", "reduce"), "rep"]) as groups:
+        yield Roles(groups["shard"], groups["shard", "reduce"], groups["rep"])
+
+
 def flat_groups(sharded: Sharded) -> list[ParamGroup]:
     """The parameter groups that communicate or convert, in the order of the units. Local."""
     return list(sharded._runtime.groups.values())
@@ -211,11 +228,15 @@ def tokens(step: int, micro: int, rank: int) -> Tensor:
     return torch.randint(7, (2, 6), generator=generator)
 
 
-def step_of(model: SmallModel, sharded: Sharded, step: int, rank: int) -> None:
-    """Forward and backward of each micro-batch of a step. Collective."""
+def step_of(model: SmallModel, sharded: Sharded, step: int, rank: int) -> float:
+    """Forward and backward of each micro-batch of a step; the sum of losses. Collective."""
+    total = 0.0
     for micro in range(MICRO_BATCHES):
         with sharded.accumulate(is_last=micro == MICRO_BATCHES - 1):
-            model.loss(tokens(step, micro, rank)).backward()
+            loss = model.loss(tokens(step, micro, rank))
+            loss.backward()
+        total += loss.item()
+    return total
 
 
 def step_on_tokens(model: SmallModel, sharded: Sharded) -> float:
@@ -243,17 +264,39 @@ def throw(*_: object) -> NoReturn:
     raise ArithmeticError("a bad batch")
 
 
-def train_one_process(model: SmallModel, batches: Iterable[int]) -> None:
-    """Train on the batches of some ranks, in this process and without sharding. Local."""
+def train_one_process(model: SmallModel, batches: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Train on the batches of some ranks, in this process and without sharding. Local.
+
+    Returns:
+        Losses and gradient norms by step.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.03)
+    losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
+        means = []
         for micro in range(MICRO_BATCHES):
-            losses = [model.loss(tokens(step, micro, rank)) for rank in batches]
-            torch.stack(losses).mean().backward()
-        nn.utils.clip_grad_norm_(parameters, 0.3)
+            means.append(torch.stack([model.loss(tokens(step, micro, r)) for r in batches]).mean())
+            means[-1].backward()
+        norms.append(nn.utils.clip_grad_norm_(parameters, MAX_NORM).item())
         optimizer.step()
+        losses.append(sum(mean.item() for mean in means))
+    return losses, norms
+
+
+def train_sharded(
+    model: SmallModel, sharded: Sharded, rank: int
+) -> tuple[list[float], list[float]]:
+    """The same on the batches of this rank, whose losses it returns. Collective."""
+    optimizer = torch.optim.AdamW([p for p in sharded.parameters() if p.requires_grad], lr=0.03)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step_of(model, sharded, step, rank))
+        norms.append(sharded.clip_grad_norm(MAX_NORM).item())
+        optimizer.step()
+    return losses, norms
 
 
 def check_state(state: dict[str, Tensor], expected: nn.Module) -> None:
@@ -264,6 +307,23 @@ def check_state(state: dict[str, Tensor], expected: nn.Module) -> None:
     """
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def check_gradients(sharded: Sharded, reference: nn.Module, what: str = "") -> None:
+    """Compare whole gradients with those of a model, in fp64; one that it lacks is zero or none.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    found = sharded.full_gradients()
+    for name, parameter in reference.named_parameters():
+        message = f"{what}: {name}"
+        if parameter.grad is None:
+            assert not found.get(name, torch.zeros(())).count_nonzero(), message
+        else:
+            torch.testing.assert_close(
+                found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=message
+            )
 
 
 # Divides by 1, 2, 3 and 4 ranks.

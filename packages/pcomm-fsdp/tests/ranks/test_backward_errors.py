@@ -1,10 +1,10 @@
-"""An error that only backward raises, on one rank, ends the wait of the others at once."""
+"""An error on one rank ends the wait of the others at once; on all ranks, they go on."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from fsdp_support.trainings import (
     TOKENS,
     Recompute,
     SmallModel,
+    accumulated_step,
+    flat_groups,
     open_two,
     shard,
     step_on_tokens,
@@ -59,6 +61,13 @@ def break_backward(
     return model.blocks[1].down.register_forward_hook(lambda _m, _x, y: fault.apply(y))
 
 
+def break_step(model: SmallModel, where: str) -> torch.utils.hooks.RemovableHandle:
+    """From here on a forward or a backward raises."""
+    if where == "backward":
+        return break_backward(model, Raising)
+    return model.blocks[2].up.register_forward_hook(throw)
+
+
 FAULTS = {"python": (Raising, ArithmeticError), "autograd": (WrongShape, RuntimeError)}
 
 
@@ -101,23 +110,52 @@ def test_one_rank_raises_in_the_first_backward(rank: int, checks: bool) -> None:
             caught.match("rank 0.*backward raised, within unit 'blocks.1'")
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("is_first", [True, False])
 @ranks(2)
-def test_all_ranks_raise_in_backward_and_go_on(rank: int, is_first: bool) -> None:
+def test_all_ranks_raise_and_go_on(rank: int, is_first: bool, where: str) -> None:
     torch.manual_seed(0)
     model = SmallModel()
     with open_two() as groups:
         sharded = shard(model, groups)
         losses = [] if is_first else [step_on_tokens(model, sharded)]
         for _ in range(2):
-            handle = break_backward(model, Raising)
+            handle = break_step(model, where)
             with pytest.raises(ArithmeticError):
                 step_on_tokens(model, sharded)
             # At once, and not only when the next step begins.
             assert sharded.memory()["gathered"] == 0
+            parts = zip(model.parameters(), sharded.parameters(), strict=True)
+            assert all(p.numel() == q.numel() for p, q in parts)
             handle.remove()
             losses.append(step_on_tokens(model, sharded))
         assert len(set(losses)) == 1
+
+
+def never_ends() -> NoReturn:
+    """What a wait for a peer that does not come ends with."""
+    raise PeerError("fsdp: gather of blocks.2", found="no peer", why="It died.", fix="Restart.")
+
+
+@ranks(2)
+def test_a_collective_that_never_ended(rank: int) -> None:
+    """The ranks have issued the same collectives, so that nothing but this tells them to stop."""
+    model = SmallModel()
+    with open_two() as groups:
+        sharded = shard(model, groups)
+        step_on_tokens(model, sharded)
+        handle = break_step(model, "forward")
+        if rank == 0:
+            flat_groups(sharded)[3].drain = never_ends  # type: ignore[method-assign]
+        with pytest.raises(ArithmeticError):
+            step_on_tokens(model, sharded)
+        # It may still write into what was gathered: only the other rank gives memory back.
+        assert (sharded.memory()["gathered"] > 0) is (rank == 0)
+        assert len(list(sharded.parameters())) == len(list(model.parameters()))
+        handle.remove()
+        for _ in range(2):
+            with pytest.raises(PeerError, match="collectives that some ranks never joined"):
+                step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -158,20 +196,12 @@ def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where
     with open_two() as groups:
         sharded = shard(model, groups, reshard=ReshardPolicy.zero1())
 
-        def accumulated() -> None:
-            sharded.zero_grad()
-            for index in range(2):
-                with sharded.accumulate(is_last=index == 1):
-                    model.loss(TOKENS).backward()
-
         for _ in range(2):
-            accumulated()
-        if rank == 0 and where == "backward":
-            break_backward(model, Raising)
-        elif rank == 0:
-            model.blocks[1].down.register_forward_hook(throw)
+            accumulated_step(model, sharded)
+        if rank == 0:
+            break_step(model, where)
         with pytest.raises(PeerError if rank else ArithmeticError):
-            accumulated()
+            accumulated_step(model, sharded)
 
 
 @ranks(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,8 +24,7 @@ from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings import CommPolicy, Roles, Scope
-from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles, Scope
 
 
 class Faulty(SmallModel):
@@ -45,78 +44,74 @@ class Faulty(SmallModel):
 # -- before anything is sent -----------------------------------------------------------------
 
 
-@ranks(2)
-def test_a_parameter_in_two_units(rank: int) -> None:
+def in_two_units(rank: int) -> SmallModel:
     model = SmallModel()
     if rank == 1:
         model.blocks[2].up.weight = model.blocks[0].up.weight
-    expected = ConfigError if rank == 1 else PeerError
-    with open_two() as groups, pytest.raises(expected, match=r"it is also 'blocks.2.up.weight'"):
-        shard(model, groups)
+    return model
 
 
-@ranks(2)
-def test_a_parameter_on_another_device(rank: int) -> None:
+def elsewhere(rank: int) -> SmallModel:
     model = SmallModel()
-    model.head.to("meta")
-    with open_two() as groups, pytest.raises(PcommError, match=r"'head\.weight' on meta"):
-        shard(model if rank else SmallModel(), groups)
+    if rank == 1:
+        model.head.to("meta")
+    return model
 
 
 @ranks(2)
-def test_groups_of_other_ranks(rank: int) -> None:
-    topology = Topology({"dp": 1, "tp": 2})
-    with open_groups(topology, ["dp", "tp"]) as groups:
-        roles = Roles(groups["tp"], groups["dp"])
-        with pytest.raises(TopologyError, match=rf"ranks \[0, 1\] and \[{rank}\]"):
-            fully_shard(SmallModel(), roles, units=[Block])
+def test_what_is_refused_before_anything_is_sent(rank: int) -> None:
+    specs = [("dp", "gather"), ("dp", "reduce"), "one"]
+    with open_groups(Topology({"dp": 2, "one": 1}), specs) as groups:
+        roles = roles_of(groups)
+        optimized, sharded = SmallModel(), SmallModel()
+        # Its class derives from Adam, and only that from Optimizer.
+        optimizer = torch.optim.AdamW(optimized.parameters()) if rank == 0 else None
+        shard(sharded, groups)
+        expert = Scope(lambda name, _: "expert" in name, roles)
+        twice = Roles(roles.gather, roles.reduce, roles.gather)
+        of_rank_0, of_rank_1 = (ConfigError if rank == r else PeerError for r in (0, 1))
+        for model, options, error, words in (
+            (in_two_units(rank), {}, of_rank_1, r"it is also 'blocks.2.up.weight'"),
+            (elsewhere(rank), {}, of_rank_1, r"'head\.weight' on meta"),
+            (optimized, {}, of_rank_0, "an optimizer of type AdamW"),
+            (sharded, {}, ConfigError, r"embedding.weight.*a shard of shape"),
+            (SmallModel(num_blocks=3 + rank), {}, DivergenceError, "rank 0 has .* rank 1 has"),
+            (SmallModel(), {"units": [nn.Conv1d]}, ConfigError, "unit Conv1d"),
+            (SmallModel(), {"scopes": {"expert": expert}}, ConfigError, "scopes expert"),
+            (SmallModel(), {"divisor": -1}, ConfigError, "divisor -1"),
+            (SmallModel(), {"entry_points": ["generate"]}, ConfigError, "entry point 'generate'"),
+            (SmallModel(), {"reshard": "zero3"}, ConfigError, "fully_shard: reshard="),
+            (SmallModel(), {"reshard": ReshardPolicy.zero3}, ConfigError, "fully_shard: reshard="),
+            (SmallModel(), {"precision": torch.bfloat16}, ConfigError, "fully_shard: precision="),
+            (SmallModel(), {"comm": Precision()}, ConfigError, "fully_shard: comm="),
+        ):
+            with pytest.raises(error, match=words):
+                shard(model, groups, **options)  # type: ignore[arg-type]
+        for wrong, words in (
+            (Roles(roles.gather, groups["one"]), rf"ranks \[0, 1\] and \[{rank}\]"),
+            (twice, "this rank alone is in both"),
+        ):
+            with pytest.raises(TopologyError, match=words):
+                fully_shard(SmallModel(), wrong, units=[Block])
+        with pytest.raises(ConfigError, match=r"unit 'blocks.0' called by itself"):
+            sharded.blocks[0](torch.zeros(1, 1, 5))
+        del optimizer
 
 
-@ranks(2)
-def test_replicas_within_the_gather_group(rank: int) -> None:
-    with open_two() as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"], groups["dp", "gather"])
-        with pytest.raises(TopologyError, match="this rank alone is in both"):
-            fully_shard(SmallModel(), roles, units=[Block])
-
-
-@ranks(2)
-def test_an_optimizer_made_before(rank: int) -> None:
-    model = SmallModel()
-    # Its class derives from Adam, and only that from Optimizer.
-    optimizer = torch.optim.AdamW(model.parameters()) if rank == 0 else None
-    with open_two() as groups, pytest.raises(PcommError, match="an optimizer of type AdamW"):
-        shard(model, groups)
-    del optimizer
-
-
-@ranks(2)
-def test_a_model_that_is_sharded_already(rank: int) -> None:
-    model = SmallModel()
-    with open_two() as groups:
-        shard(model, groups)
-        with pytest.raises(ConfigError, match=r"embedding.weight.*a shard of shape"):
-            shard(model, groups)
-
-
-@ranks(2)
-def test_other_models_on_ranks(rank: int) -> None:
-    with open_two() as groups, pytest.raises(DivergenceError, match=r"rank 0 has .* rank 1 has"):
-        shard(SmallModel(num_blocks=3 + rank), groups)
-
-
-@ranks(2)
-def test_names_that_are_not_there(rank: int) -> None:
-    with open_two() as groups:
-        with pytest.raises(ConfigError, match="unit Conv1d"):
-            fully_shard(SmallModel(), roles_of(groups), units=[nn.Conv1d])
-        scope = Scope(lambda name, _: "expert" in name, roles_of(groups))
-        with pytest.raises(ConfigError, match="scopes expert"):
-            shard(SmallModel(), groups, scopes={"expert": scope})
-        with pytest.raises(ConfigError, match="divisor -1"):
-            shard(SmallModel(), groups, divisor=-1)
-        with pytest.raises(ConfigError, match="entry point 'generate'"):
-            shard(SmallModel(), groups, entry_points=["generate"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (ReshardPolicy, {"keep": "foo"}),
+        (ReshardPolicy, {"reduce": "steps"}),
+        (CommPolicy, {"prefetch": -1}),
+        (CommPolicy, {"prefetch_backward": -1}),
+        (CommPolicy, {"inflight_reduce": 0}),
+        (CommPolicy, {"separate": "no"}),
+    ],
+)
+def test_settings_that_cannot_be(kind: Callable[..., object], options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        kind(**options)
 
 
 # -- in the first step -----------------------------------------------------------------------
@@ -141,134 +136,78 @@ def test_a_unit_that_is_not_used_is_named(rank: int, checks: bool) -> None:
 
 
 @ranks(2)
-def test_another_order_in_the_first_step(rank: int) -> None:
-    model = Faulty()
-    model.order = (0, 1, 2, 3) if rank else (0, 2, 1, 3)
+def test_ranks_differ_in_the_first_step(rank: int) -> None:
     with open_two() as groups:
+        model = Faulty()
+        model.order = (0, 1, 2, 3) if rank else (0, 2, 1, 3)
         sharded = shard(model, groups)
         with pytest.raises(DivergenceError, match=r"use blocks.2 forward.*use blocks.1 forward"):
             step_on_tokens(model, sharded)
-
-
-@pytest.mark.parametrize("checks", [True, False])
-@ranks(2)
-def test_a_rank_throws_in_the_first_forward(rank: int, checks: bool) -> None:
-    model = Faulty()
-    if rank == 1:
-        model.fault = throw
-    with open_two() as groups:
-        sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
-        expected = ArithmeticError if rank == 1 else PeerError
-        with pytest.raises(expected, match="a bad batch"):
-            step_on_tokens(model, sharded)
+    for checks in (True, False):
+        with open_two() as groups:
+            model = Faulty()
+            model.fault = throw if rank == 1 else None
+            sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
+            with pytest.raises(ArithmeticError if rank else PeerError, match="a bad batch"):
+                step_on_tokens(model, sharded)
 
 
 # -- later -----------------------------------------------------------------------------------
 
 
+def throw_in_forward(model: Faulty) -> None:
+    model.fault = throw
+
+
+def use_another_order(model: Faulty) -> None:
+    model.order = (0, 2, 1, 3)
+
+
+def go_half_of_the_way_back(model: Faulty) -> None:
+    model.blocks[1].register_forward_hook(lambda _module, _inputs, y: y.detach())
+
+
+def leave_backward_out(model: Faulty) -> None:
+    model.loss(TOKENS)
+
+
+FAULTS: dict[str, tuple[Callable[[Faulty], None], type[Exception], type[Exception], str]] = {
+    "throws": (throw_in_forward, ArithmeticError, PeerError, "a bad batch"),
+    "another order": (
+        use_another_order,
+        DivergenceError,
+        DivergenceError,
+        "rank 1 has use blocks.2 forward, where use blocks.1 forward was foreseen",
+    ),
+    "half of the way back": (
+        go_half_of_the_way_back,
+        DivergenceError,
+        DivergenceError,
+        "rank 1 has done .* backward, where use blocks.1 backward was foreseen",
+    ),
+    "no backward": (
+        leave_backward_out,
+        DivergenceError,
+        DivergenceError,
+        r"rank 1 has end \(root\) forward, where use \(root\) backward was foreseen",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @ranks(2)
-def test_a_rank_throws_in_a_later_forward(rank: int) -> None:
+def test_a_rank_does_something_else_in_a_later_step(rank: int, fault: str) -> None:
+    do, own, others, words = FAULTS[fault]
     model = Faulty()
     with open_two() as groups:
         sharded = shard(model, groups)
         step_on_tokens(model, sharded)
         if rank == 1:
-            model.fault = throw
-        with pytest.raises(ArithmeticError if rank == 1 else PeerError, match="a bad batch"):
+            do(model)
+        with pytest.raises(own if rank == 1 else others, match=words):
             step_on_tokens(model, sharded)
         model.fault = None
         # Collectives are left over that only one rank joined: an error on both, and no hang.
-        with pytest.raises(PcommError, match="step after an error"):
-            step_on_tokens(model, sharded)
-
-
-@ranks(2)
-def test_all_ranks_throw_and_go_on(rank: int) -> None:
-    torch.manual_seed(0)
-    model = Faulty()
-    with open_two() as groups:
-        sharded = shard(model, groups)
-        losses = [step_on_tokens(model, sharded)]
-        for _ in range(2):
-            model.fault = throw
-            with pytest.raises(ArithmeticError):
-                step_on_tokens(model, sharded)
-            assert all(p.numel() == q.numel() for p, q in zip_parameters(model, sharded))
-            model.fault = None
-            losses.append(step_on_tokens(model, sharded))
-        assert len(set(losses)) == 1
-
-
-@ranks(2)
-def test_all_ranks_throw_in_the_first_forward_and_go_on(rank: int) -> None:
-    model = Faulty()
-    with open_two() as groups:
-        sharded = shard(model, groups)
-        model.fault = throw
-        with pytest.raises(ArithmeticError):
-            step_on_tokens(model, sharded)
-        model.fault = None
-        assert step_on_tokens(model, sharded) == step_on_tokens(model, sharded)
-
-
-@ranks(2)
-def test_all_ranks_throw_in_backward_and_go_on(rank: int) -> None:
-    model = Faulty()
-
-    def refuse(_: Tensor) -> None:
-        raise ArithmeticError("a bad gradient")
-
-    with open_two() as groups:
-        sharded = shard(model, groups)
-        first = step_on_tokens(model, sharded)
-        handle = model.blocks[1].register_forward_hook(
-            lambda *a: a[2].register_hook(refuse) and None
-        )
-        with pytest.raises(ArithmeticError):
-            step_on_tokens(model, sharded)
-        handle.remove()
-        assert step_on_tokens(model, sharded) == first
-
-
-@ranks(2)
-def test_a_rank_uses_units_in_another_order(rank: int) -> None:
-    model = Faulty()
-    with open_two() as groups:
-        sharded = shard(model, groups)
-        step_on_tokens(model, sharded)
-        if rank == 1:
-            model.order = (0, 2, 1, 3)
-        found = "rank 1 has use blocks.2 forward, where use blocks.1 forward was foreseen"
-        with pytest.raises(DivergenceError, match=found):
-            step_on_tokens(model, sharded)
-
-
-@ranks(2)
-def test_a_rank_goes_only_half_of_the_way_back(rank: int) -> None:
-    model = Faulty()
-    with open_two() as groups:
-        sharded = shard(model, groups)
-        step_on_tokens(model, sharded)
-        if rank == 1:
-            model.blocks[1].register_forward_hook(lambda _module, _inputs, y: y.detach())
-        found = "rank 1 has done .* backward, where use blocks.1 backward was foreseen"
-        with pytest.raises(DivergenceError, match=found):
-            step_on_tokens(model, sharded)
-        with pytest.raises(PcommError, match="step after an error"):
-            step_on_tokens(model, sharded)
-
-
-@ranks(2)
-def test_a_rank_leaves_backward_out(rank: int) -> None:
-    model = SmallModel()
-    with open_two() as groups:
-        sharded = shard(model, groups)
-        step_on_tokens(model, sharded)
-        if rank == 1:
-            model.loss(TOKENS)
-        found = r"rank 1 has end \(root\) forward, where use \(root\) backward was foreseen"
-        with pytest.raises(DivergenceError, match=found):
-            step_on_tokens(model, sharded)
         with pytest.raises(PcommError, match="step after an error"):
             step_on_tokens(model, sharded)
 
@@ -318,29 +257,6 @@ def test_backward_that_is_not_that_of_its_forward(rank: int) -> None:
                 part.mul_(2)
         with pytest.raises(ConfigError, match="written after the forward that it belongs to"):
             early.backward()
+        model.blocks[3].register_forward_hook(lambda _module, _inputs, y: y.sum().backward())
         with pytest.raises(ConfigError, match="its forward, which is still running"):
-            _backward_inside(model)
-
-
-def _backward_inside(model: SmallModel) -> None:
-    def backward(_module: nn.Module, _inputs: object, y: Tensor) -> None:
-        y.sum().backward()
-
-    handle = model.blocks[3].register_forward_hook(backward)
-    try:
-        model.loss(TOKENS)
-    finally:
-        handle.remove()
-
-
-@ranks(2)
-def test_a_unit_called_by_itself(rank: int) -> None:
-    model = SmallModel()
-    with open_two() as groups:
-        shard(model, groups)
-        with pytest.raises(ConfigError, match=r"unit 'blocks.0' called by itself"):
-            model.blocks[0](torch.zeros(1, 1, 5))
-
-
-def zip_parameters(model: nn.Module, sharded: Sharded) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(model.parameters(), sharded.parameters(), strict=True)
+            model.loss(TOKENS)

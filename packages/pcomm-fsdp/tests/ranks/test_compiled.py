@@ -1,8 +1,12 @@
-"""Blocks and whole models under `torch.compile`, before and after they are sharded."""
+"""Models that know nothing of shards: compiled ones, and one of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp_support.trainings import STRATEGIES, Block, SmallModel, model_of, open_two, shard, tokens
-from pcomm.core.errors import ClosedError
+from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.core.groups.open_groups import Groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp.full_state import unwrapped
 from pcomm.fsdp.sharded import Sharded
+
+# -- blocks and whole models under `torch.compile`, before and after they are sharded -----------
 
 LEFT = "tqdm's monitor, which torch.compile starts, lives as long as the process"
 
@@ -146,3 +152,78 @@ def test_graph_breaks_shapes_and_flows(rank: int) -> None:
                 parameter.grad /= 2
             check_gradients(sharded.full_gradients(), reference)
     torch._dynamo.reset()
+
+
+# -- a model that knows nothing of shards: transformers' Llama as it is, compiled, and saved ----
+
+
+def llama_tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(
+        32, (2, 7 + step), generator=torch.Generator().manual_seed(2 * step + rank)
+    )
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="the model is transformers' own")
+@ranks(2, leaves="a progress bar of transformers keeps a thread")
+def test_a_llama_is_trained_compiled_and_saved(rank: int, tmp_path: Path) -> None:
+    """In one test: transformers takes longer to be imported than all of it."""
+    transformers = import_module("transformers")
+    with open_two() as groups:
+        check_training(rank, transformers, groups, is_compiled=False)
+        check_training(rank, transformers, groups, is_compiled=True)
+        check_saving(rank, transformers, groups, tmp_path)
+
+
+def llama_of(transformers: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def check_training(rank: int, transformers: Any, groups: Groups, *, is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    reference, model = (llama_of(transformers).double() for _ in "ab")
+    sharded = shard(model, groups, units=[type(model.model.layers[0])])
+    if is_compiled:
+        # One compilation is enough: the other layer has the same code.
+        model.model.layers[0].compile(backend="eager")
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference))
+    for step in range(2):
+        # Another length is another graph.
+        length = 0 if is_compiled else step
+        mine = llama_tokens(length, rank)
+        model(input_ids=mine, labels=mine).loss.backward()
+        for one in (0, 1):
+            batch = llama_tokens(length, one)
+            (reference(input_ids=batch, labels=batch).loss / 2).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = sharded.full_state_dict()
+    assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) is is_compiled
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    torch._dynamo.reset()
+
+
+def check_saving(rank: int, transformers: Any, groups: Groups, folder: Path) -> None:
+    model = llama_of(transformers)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    sharded = shard(model, groups, units=[type(model.model.layers[0])])
+    with pytest.raises(ConfigError, match=r"save_pretrained\(state_dict="):
+        model.save_pretrained(folder / f"wrong{rank}")
+    state = sharded.full_state_dict()
+    # All ranks call it, and transformers writes on the first.
+    model.save_pretrained(folder / "saved", state_dict=state)
+    groups["dp", "gather"].collectives.all_reduce(torch.zeros(()))
+    found = transformers.LlamaForCausalLM.from_pretrained(folder / "saved").state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

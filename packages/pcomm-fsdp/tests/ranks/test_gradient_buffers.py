@@ -10,26 +10,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_support.trainings import Block, SmallModel, flat_groups
+from fsdp_support.trainings import (
+    Block,
+    SmallModel,
+    accumulated_step,
+    check_gradients,
+    flat_groups,
+    model_of,
+    open_two,
+    replicated,
+    shard,
+    tokens,
+)
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Call, Collectives, Pending
-from pcomm.core.groups.open_groups import Groups, open_groups
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings import Precision, ReshardPolicy, Roles
+from pcomm.fsdp.runtime.param_group import ParamGroup
+from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles
+from pcomm.fsdp.sharded import Sharded
 
 # -- gradients of shards -----------------------------------------------------------------------
-
-
-def tokens(number: int, rank: int) -> Tensor:
-    return torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(10 * number + rank))
-
-
-def replicated_roles(sizes: tuple[int, int]) -> Groups:
-    topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
-    return open_groups(topology, ["shard", "rep"])
 
 
 class SumsCopies(SpyCollectives):
@@ -43,16 +45,19 @@ class SumsCopies(SpyCollectives):
         return Pending(lambda: result)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+both = pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+
+
+@both
 @pytest.mark.parametrize("clears", ["optimizer", "sharded"])
 @ranks(2)
 def test_no_old_gradient_is_held_when_the_next_forward_begins(
     rank: int, clears: str, sizes: tuple[int, int]
 ) -> None:
-    with replicated_roles(sizes) as groups:
-        groups["rep"].collectives = SumsCopies(groups["rep"].collectives)
+    with replicated(*sizes) as roles:
+        assert roles.replicate is not None
+        roles.replicate.collectives = SumsCopies(roles.replicate.collectives)
         model = SmallModel()
-        roles = Roles(groups["shard"], groups["shard"], groups["rep"])
         sharded = fully_shard(model, roles, units=[Block])
         optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
         old: list[weakref.ref[torch.UntypedStorage]] = []
@@ -63,7 +68,7 @@ def test_no_old_gradient_is_held_when_the_next_forward_begins(
 
         model.blocks[0].register_forward_pre_hook(look)
         for step in range(3):
-            model.loss(tokens(step, rank)).backward()
+            model.loss(tokens(step, 0, rank)).backward()
             optimizer.step()
             # A storage and what Python sees of it live equally long.
             gradients = [part.grad for part in sharded.parameters() if part.grad is not None]
@@ -72,30 +77,24 @@ def test_no_old_gradient_is_held_when_the_next_forward_begins(
             assert len(old) == len(list(sharded.parameters()))
             look()
             (optimizer if clears == "optimizer" else sharded).zero_grad()
-        model.loss(tokens(9, rank))
+        model.loss(tokens(9, 0, rank))
         # In each forward, and before the gradients were cleared.
         assert held == [0, len(old), 0, len(old), 0, len(old), 0]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+@both
 @ranks(2)
 def test_micro_batches_add_into_the_gradient_that_is_there(
     rank: int, sizes: tuple[int, int]
 ) -> None:
-    def build() -> SmallModel:
-        torch.manual_seed(0)
-        return SmallModel().double()
-
-    reference = build()
-    with replicated_roles(sizes) as groups:
-        model = build()
-        roles = Roles(groups["shard"], groups["shard"], groups["rep"])
+    reference, model = model_of(), model_of()
+    with replicated(*sizes) as roles:
         sharded = fully_shard(model, roles, units=[Block])
         deposits: list[list[int]] = []
         for micro in range(3):
             # All are last ones, so that gradients of replicas are there after each.
-            model.loss(tokens(micro, rank)).backward()
-            (sum(reference.loss(tokens(micro, r)) for r in (0, 1)) / 2).backward()
+            model.loss(tokens(0, micro, rank)).backward()
+            (sum(reference.loss(tokens(0, micro, r)) for r in (0, 1)) / 2).backward()
             deposits.append([])
             for group in flat_groups(sharded):
                 assert group.shard._gradient is not None
@@ -106,9 +105,7 @@ def test_micro_batches_add_into_the_gradient_that_is_there(
                     assert part.grad.untyped_storage().data_ptr() == at
         assert deposits[0] == deposits[1] == deposits[2]
         assert len(set(deposits[0])) == len(sharded.plans)
-        for name, gradient in sharded.full_gradients().items():
-            expected = reference.get_parameter(name).grad
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14, msg=name)
+        check_gradients(sharded, reference)
 
 
 # -- whole gradients ---------------------------------------------------------------------------
@@ -202,12 +199,12 @@ def test_a_gradient_is_copied_unless_it_is_all_there_is(
         return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * micro + r))
 
     reference, model = model_of().double(), model_of()
-    with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
+    with open_two() as groups:
         reduce = groups["dp", "reduce"]
         spy = reduce.collectives = Addresses(reduce.collectives)
         sharded = fully_shard(
             model,
-            Roles(groups["dp"], reduce),
+            Roles(groups["dp", "gather"], reduce),
             units=list(model),
             reshard=ReshardPolicy("use", reduces),
             precision=Precision(reduce_dtype=reduce_dtype),
@@ -235,9 +232,9 @@ def test_a_gradient_is_copied_unless_it_is_all_there_is(
 @ranks(2)
 def test_a_gradient_that_is_not_dense_is_copied(rank: int) -> None:
     """Autograd makes gradients dense for dense parameters; a caller that sets one need not."""
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+    with open_two() as groups:
         model = nn.Sequential(square())
-        sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[nn.Linear])
+        sharded = shard(model, groups, units=[nn.Linear])
         (group,) = flat_groups(sharded)
 
         def give(gradient: Tensor) -> int:
@@ -253,3 +250,48 @@ def test_a_gradient_that_is_not_dense_is_copied(rank: int) -> None:
             assert (group.gradients._buffer.data_ptr() == at) == is_taken
             assert_equal(group.plan.full_view(group.gradients._buffer, 0), make())
             group.reset()
+
+
+def gradient_storages(sharded: Sharded) -> list[int]:
+    """Where gradients of whole units are, that are filled or on their way."""
+    buffers = [one for group in flat_groups(sharded) for one in group.gradients.buffers]
+    return [one.untyped_storage().data_ptr() for one in buffers]
+
+
+@pytest.mark.parametrize(
+    "reshard", [ReshardPolicy.zero3(), ReshardPolicy.zero1()], ids=["zero3", "zero1"]
+)
+@ranks(2)
+def test_no_gradient_buffer_has_two_owners(rank: int, reshard: ReshardPolicy) -> None:
+    """Looked at whenever a reduce starts or has ended.
+
+    Buffers of one size come back while those of another are taken, and are then taken one after
+    another: a buffer that came back twice would be one too many.
+    """
+    model = SmallModel(num_blocks=12)
+    for block in model.blocks[4:8]:
+        block.up, block.down = nn.Linear(5, 31), nn.Linear(31, 5, bias=False)
+    most = 0
+    with open_two() as groups:
+        comm = CommPolicy(inflight_reduce=3)
+        sharded = shard(model, groups, comm=comm, reshard=reshard)
+
+        def looked_at(method: str, group: ParamGroup) -> None:
+            act = getattr(group.gradients, method)
+
+            def look() -> None:
+                nonlocal most
+                act()
+                used = gradient_storages(sharded)
+                assert len(set(used)) == len(used), f"{method} of {group.plan.name}"
+                most = max(most, len(used))
+
+            setattr(group.gradients, method, look)
+
+        for group in flat_groups(sharded):
+            for method in ("reduce", "wait_reduce"):
+                looked_at(method, group)
+        for _ in range(2):
+            accumulated_step(model, sharded)
+    # Several at once, or the test sees nothing.
+    assert most >= 3

@@ -10,10 +10,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from fsdp_support.trainings import TOKENS, Block, SmallModel, flat_groups, open_two, roles_of, shard
+from fsdp_support.trainings import (
+    TOKENS,
+    Block,
+    SmallModel,
+    accumulated_step,
+    flat_groups,
+    open_two,
+    roles_of,
+    shard,
+    throw,
+)
 from pcomm.core.errors import ClosedError, PcommError
 from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
@@ -43,17 +52,13 @@ def alive(held: list[weakref.ref[object]]) -> list[str]:
 # -- runs one after another --------------------------------------------------------------------
 
 
-def train_two_steps(model: SmallModel, sharded: Sharded) -> Tensor:
+def train_two_steps(model: SmallModel, sharded: Sharded) -> None:
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
     for _ in range(2):
-        for number in range(2):
-            with sharded.accumulate(is_last=number == 1):
-                loss = model.loss(TOKENS)
-                loss.backward()
+        accumulated_step(model, sharded)
         sharded.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return loss
 
 
 def train_and_read(model: SmallModel, sharded: Sharded) -> None:
@@ -65,9 +70,6 @@ def train_and_read(model: SmallModel, sharded: Sharded) -> None:
 
 
 def raise_in_forward(model: SmallModel, sharded: Sharded) -> None:
-    def throw(*_: object) -> None:
-        raise ArithmeticError("a bad batch")
-
     train_two_steps(model, sharded)
     model.blocks[2].up.register_forward_hook(throw)
     with pytest.raises(ArithmeticError):
@@ -75,9 +77,6 @@ def raise_in_forward(model: SmallModel, sharded: Sharded) -> None:
 
 
 def raise_in_backward(model: SmallModel, sharded: Sharded) -> None:
-    def throw(_: Tensor) -> None:
-        raise ArithmeticError("a bad gradient")
-
     train_two_steps(model, sharded)
     model.blocks[1].register_forward_hook(lambda *a: a[2].register_hook(throw) and None)
     with pytest.raises(ArithmeticError):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,13 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp_support.trainings import STRATEGIES
-from pcomm.core.groups.open_groups import Groups, open_groups
+from fsdp_support.trainings import (
+    STRATEGIES,
+    ZERO,
+    check_gradients,
+    open_two,
+    replicated,
+    shard,
+)
+from pcomm.core.groups.open_groups import Groups
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.runtime.peers import ScheduleAgreement
-from pcomm.fsdp.settings import CommPolicy, Roles
+from pcomm.fsdp.settings import CommPolicy
 from pcomm.fsdp.sharded import Sharded
 
 # B batch, D model dim
@@ -123,36 +128,30 @@ def input_of_itself(net: Net, step: int, rank: int, share: float) -> None:
     (net(again).square().mean() * share).backward()
 
 
-PROGRAMS: dict[str, Callable[[Net, int, int, float], None]] = {
-    one.__name__: one
-    for one in (
-        one_loss_of_two,
-        forwards_of_any_number,
-        two_losses,
-        look_between,
-        predict_first,
-        loss_that_is_only_read,
-        dropped_layers,
-        alternating_heads,
-        a_head_now_and_then,
-        both_heads,
-        input_of_itself,
-    )
-}
+Program = Callable[[Net, int, int, float], None]
+EVERY: tuple[Program, ...] = (
+    *(one_loss_of_two, forwards_of_any_number, two_losses, look_between, predict_first),
+    *(loss_that_is_only_read, dropped_layers, alternating_heads, a_head_now_and_then),
+    *(both_heads, input_of_itself),
+)
+PROGRAMS = {one.__name__: one for one in EVERY}
 
 
-@contextmanager
-def opened() -> Iterator[Groups]:
-    with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
-        yield groups
+def shard_net(net: Net, groups: Groups, strategy: str = "zero3", **options: object) -> Sharded:
+    return shard(net, groups, units=[nn.Linear], reshard=STRATEGIES[strategy], **options)
 
 
-def shard(net: Net, groups: Groups, **options: object) -> Sharded:
-    roles = Roles(groups["dp"], groups["dp", "reduce"])
-    return fully_shard(net, roles, units=[nn.Linear], **options)  # type: ignore[arg-type]
+def pair(model: nn.Module, other: nn.Module, **options: float) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(one.parameters(), lr=0.1, **options) for one in (model, other)]
 
 
-def with_fsdp2(program: Callable[[Net, int, int, float], None], rank: int) -> dict[str, Tensor]:
+def step_all(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_fsdp2(program: Program, rank: int) -> dict[str, Tensor]:
     net = Net().double()
     mesh = init_device_mesh("cpu", (2,))
     units = [fsdp2(unit, mesh=mesh) for unit in (*net.layers, *net.heads, net)]
@@ -165,6 +164,13 @@ def with_fsdp2(program: Callable[[Net, int, int, float], None], rank: int) -> di
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.full_tensor() for name, p in net.named_parameters()}  # type: ignore[attr-defined]
+
+
+def do_both(program: Program, net: Net, reference: Net, step: int, rank: int) -> None:
+    """On this rank, and in one process on the batches of both."""
+    program(net, step, rank, 1.0)
+    for r in (0, 1):
+        program(reference, step, r, 0.5)
 
 
 def check(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
@@ -190,25 +196,20 @@ WITH_FSDP2 = {"one_loss_of_two", "two_losses", "loss_that_is_only_read", "input_
 def test_parameters_are_those_of_fsdp2_and_of_one_process(
     rank: int, strategy: str, names: tuple[str, ...]
 ) -> None:
-    with opened() as groups:
+    with open_two() as groups:
         for number, name in enumerate(names):
             program, steps = PROGRAMS[name], 6 if name in LONG else STEPS
             net, reference = Net().double(), Net().double()
             comm = CommPolicy(prefetch=number % 3, inflight_reduce=1 + number % 2)
-            sharded = shard(net, groups, reshard=STRATEGIES[strategy], comm=comm)
-            ours = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.5)
-            theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
+            sharded = shard_net(net, groups, strategy, comm=comm)
+            optimizers = pair(net, reference, momentum=0.5)
             for step in range(steps):
-                program(net, step, rank, 1.0)
-                for r in (0, 1):
-                    program(reference, step, r, 0.5)
+                do_both(program, net, reference, step, rank)
                 gradients = sharded.full_gradients()
                 for key, parameter in reference.named_parameters():
                     # A unit that took no part has none, as in plain torch.
                     assert (key in gradients) == (parameter.grad is not None), (name, step, key)
-                for optimizer in (ours, theirs):
-                    optimizer.step()
-                    optimizer.zero_grad()
+                step_all(optimizers)
             state = sharded.full_state_dict()
             check(state, {k: p.detach() for k, p in reference.named_parameters()}, name)
             if strategy == "zero3" and name in WITH_FSDP2:
@@ -224,10 +225,8 @@ def test_parameters_are_those_of_fsdp2_and_of_one_process(
 def test_units_that_the_last_micro_batch_leaves_out(rank: int, strategy: str) -> None:
     """Their gradients of the micro-batches before are reduced, and summed over replicas."""
     for sizes in ((2, 1), (1, 2)):
-        topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
-        with open_groups(topology, ["shard", "rep"]) as groups:
+        with replicated(*sizes) as roles:
             net, reference = Net().double(), Net().double()
-            roles = Roles(groups["shard"], groups["shard"], groups["rep"])
             sharded = fully_shard(net, roles, units=[nn.Linear], reshard=STRATEGIES[strategy])
             for step in range(3):
                 for number, (head, dropped) in enumerate([(0, ()), (1, (1,)), (1, (0, 2))]):
@@ -236,8 +235,7 @@ def test_units_that_the_last_micro_batch_leaves_out(rank: int, strategy: str) ->
                     for r in (0, 1):
                         part = loss(reference, step, number, r, head=head, dropped=dropped)
                         (part / 2).backward()
-                expected = {k: p.grad for k, p in reference.named_parameters()}
-                check(sharded.full_gradients(), expected, f"{sizes}, step {step}")
+                check_gradients(sharded, reference, f"{sizes}, step {step}")
                 sharded.zero_grad()
                 reference.zero_grad()
 
@@ -248,21 +246,18 @@ def test_a_layer_that_was_gathered_ahead_and_is_used_a_micro_batch_later(
     rank: int, strategy: str
 ) -> None:
     """It stays gathered, and its gather has ended before it is used."""
-    with opened() as groups:
+    with open_two() as groups:
         net, reference = Net().double(), Net().double()
         comm = CommPolicy(prefetch=2)
-        sharded = shard(net, groups, reshard=STRATEGIES[strategy], comm=comm)
-        ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
-        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+        sharded = shard_net(net, groups, strategy, comm=comm)
+        optimizers = pair(net, reference)
         for step, dropped in enumerate([(), (1, 2), (2, 3), (0, 1)]):
             for number, left_out in enumerate((dropped, ())):
                 with sharded.accumulate(is_last=number == 1):
                     loss(net, step, number, rank, dropped=left_out).backward()
                 for r in (0, 1):
                     (loss(reference, step, number, r, dropped=left_out) / 2).backward()
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(optimizers)
         state = {name: p.detach() for name, p in reference.named_parameters()}
         check(sharded.full_state_dict(), state, strategy)
 
@@ -270,36 +265,30 @@ def test_a_layer_that_was_gathered_ahead_and_is_used_a_micro_batch_later(
 @ranks(2)
 def test_replicas_sum_once_what_is_reduced_twice(rank: int) -> None:
     """A backward of two forwards that was never seen before, and one that was."""
-    topology = Topology({"rep": 2, "shard": 1}, order=("shard", "rep"))
-    with open_groups(topology, ["shard", "rep"]) as groups:
+    with replicated(1, 2) as roles:
         for program in (one_loss_of_two, both_heads, two_losses):
             net, reference = Net().double(), Net().double()
-            roles = Roles(groups["shard"], groups["shard"], groups["rep"])
             sharded = fully_shard(net, roles, units=[nn.Linear])
             for step in range(3):
-                program(net, step, rank, 1.0)
-                for r in (0, 1):
-                    program(reference, step, r, 0.5)
-                expected = {k: p.grad for k, p in reference.named_parameters()}
-                found = sharded.full_gradients()
-                check(found, {k: g for k, g in expected.items() if g is not None}, str(step))
+                do_both(program, net, reference, step, rank)
+                check_gradients(sharded, reference, str(step))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@pytest.mark.parametrize("strategy", ZERO)
 @ranks(2)
 def test_zero_grad_forgets_what_was_left_over(rank: int, strategy: str) -> None:
-    with opened() as groups:
+    with open_two() as groups:
         net, reference = Net().double(), Net().double()
-        sharded = shard(net, groups, reshard=STRATEGIES[strategy])
+        sharded = shard_net(net, groups, strategy)
         with sharded.accumulate(is_last=False):
             loss(net, 0, 0, rank, head=0).backward()
         sharded.zero_grad()
         loss(net, 0, 1, rank, head=1).backward()
         for r in (0, 1):
             (loss(reference, 0, 1, r, head=1) / 2).backward()
-        gradients = {k: p.grad for k, p in reference.named_parameters() if p.grad is not None}
-        check(sharded.full_gradients(), gradients, strategy)
-        assert sharded.full_gradients().keys() == gradients.keys()
+        check_gradients(sharded, reference)
+        used = {k for k, p in reference.named_parameters() if p.grad is not None}
+        assert sharded.full_gradients().keys() == used
 
 
 # -- autocast ----------------------------------------------------------------------------------
@@ -313,12 +302,10 @@ def test_micro_batches_within_one_autocast_region(rank: int, strategy: str) -> N
     theirs = Net()
     for unit in (*theirs.layers, *theirs.heads, theirs):
         fsdp2(unit, mesh=mesh)
-    with opened() as groups:
+    with open_two() as groups:
         ours = Net()
-        sharded = shard(ours, groups, reshard=STRATEGIES[strategy])
-        optimizers = [
-            torch.optim.SGD(p, lr=0.1) for p in (theirs.parameters(), sharded.parameters())
-        ]
+        sharded = shard_net(ours, groups, strategy)
+        optimizers = pair(theirs, ours)
         for step in range(3):
             with torch.autocast("cpu", torch.bfloat16):
                 for number in range(2):
@@ -328,9 +315,7 @@ def test_micro_batches_within_one_autocast_region(rank: int, strategy: str) -> N
                     theirs(x_BD).float().square().mean().backward()
                     with sharded.accumulate(is_last=number == 1):
                         ours(x_BD).float().square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(optimizers)
         state = sharded.full_state_dict()
         for name, value in theirs.named_parameters():
             expected = value.full_tensor()  # type: ignore[attr-defined]
@@ -360,9 +345,9 @@ def test_ranks_agree_only_about_what_is_new(rank: int) -> None:
     ScheduleAgreement.agree = counted  # type: ignore[method-assign]
     try:
         for checks in (True, False):
-            with opened() as groups:
+            with open_two() as groups:
                 net = Net().double()
-                shard(net, groups, comm=CommPolicy(checks_first_step=checks))
+                shard_net(net, groups, comm=CommPolicy(checks_first_step=checks))
                 # Each use of six units forward and backward, and what was recorded.
                 assert agreements(net) == (12 + 1 if checks else 1)
                 assert agreements(net) == 0

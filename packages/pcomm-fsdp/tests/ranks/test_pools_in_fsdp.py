@@ -9,7 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_support.trainings import STRATEGIES, Block, SmallModel, model_of, roles_of, tokens
+from fsdp_support.trainings import (
+    STRATEGIES,
+    Block,
+    SmallModel,
+    model_of,
+    roles_of,
+    shard,
+    step_of,
+    throw,
+    tokens,
+)
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, UnsupportedError
@@ -27,7 +37,11 @@ from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles, Sco
 from pcomm.fsdp.sharded import Sharded
 
 SPECS = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
-STEPS, MICRO = 2, 2
+STEPS = 2
+
+
+def open_two_and_control() -> Groups:
+    return open_groups(Topology({"dp": 2}), SPECS)
 
 
 def opened(groups: Groups) -> tuple[FakePools, PoolRegistry]:
@@ -35,14 +49,16 @@ def opened(groups: Groups) -> tuple[FakePools, PoolRegistry]:
     return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=PATIENCE_S)
 
 
+def segments_of(registry: PoolRegistry) -> list[tuple[str, int]]:
+    return sorted((b.group, at) for b in registry.bindings for at in b.arena.pool.segments)
+
+
 def train_in_pools(model: SmallModel, sharded: Sharded, rank: int) -> dict[str, Tensor]:
-    """Some steps of two micro-batches, with an evaluation in between; the whole model after it."""
+    """Some steps, with an evaluation after each; the whole model afterwards."""
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.03)
     for step in range(STEPS):
         sharded.zero_grad()
-        for micro in range(MICRO):
-            with sharded.accumulate(is_last=micro == MICRO - 1):
-                model.loss(tokens(step, micro, rank)).backward()
+        step_of(model, sharded, step, rank)
         optimizer.step()
         with torch.no_grad():
             model.loss(tokens(99, 0, rank))
@@ -94,26 +110,15 @@ def test_training_is_the_same_and_stays_in_what_was_registered(
     if formats == "mixed":
         precision = Precision(torch.bfloat16, torch.float32)
         comm = CommPolicy(prefetch=2, inflight_reduce=2)
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
-        roles = roles_of(groups)
-
-        def sharded_of(model: SmallModel, pools: PoolRegistry | None) -> Sharded:
-            return fully_shard(
-                model,
-                roles,
-                units=[Block],
-                reshard=STRATEGIES[strategy],
-                precision=precision,
-                comm=comm,
-                pools=pools,
-            )
-
+    with open_two_and_control() as groups:
+        options = {"reshard": STRATEGIES[strategy], "precision": precision, "comm": comm}
         model = model_of(torch.float32)
-        expected = train_in_pools(model, sharded_of(model, None), rank)
+        expected = train_in_pools(model, shard(model, groups, **options), rank)
         backend, registry = opened(groups)
         model = model_of(torch.float32)
-        sharded = sharded_of(model, registry)
+        sharded = shard(model, groups, pools=registry, **options)
         registered, log = list(backend.registered()), list(backend.log)
+        roles = roles_of(groups)
         watch = [InPoolsOnly(g.collectives, registry) for g in (roles.gather, roles.reduce)]
         roles.gather.collectives, roles.reduce.collectives = watch
         found = train_in_pools(model, sharded, rank)
@@ -121,8 +126,7 @@ def test_training_is_the_same_and_stays_in_what_was_registered(
             assert_equal(found[name], value)
         assert [sorted(one.counts) for one in watch] == [["all_gather"], ["reduce_scatter"]]
         # No segment has come since, and nothing was registered again.
-        segments = [(b.group, at) for b in registry.bindings for at in b.arena.pool.segments]
-        assert sorted(segments) == sorted(registered) == sorted(backend.registered())
+        assert segments_of(registry) == sorted(registered) == sorted(backend.registered())
         assert backend.log == log
 
 
@@ -131,9 +135,9 @@ def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> No
     """Frozen parameters have no gradients; sizes that share an arena are registered once."""
     groups = open_groups(Topology({"dp": 3}), SPECS)
     backend, registry = opened(groups)
-    roles, model = roles_of(groups), model_of(torch.float32)
+    model = model_of(torch.float32)
     model.embedding.weight.requires_grad_(False)
-    sharded = fully_shard(model, roles, units=[Block], pools=registry)
+    sharded = shard(model, groups, pools=registry)
     pairs = [(binding.arena.name, binding.group) for binding in registry.bindings]
     plans = {plan.name: plan for plan in sharded.plans}
     assert plans["(root)/frozen"].reduce_pool == ""
@@ -149,10 +153,11 @@ def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> No
     before = list(backend.log)
     train_in_pools(model, sharded, rank)
     # Taken away while the communicators still work, last first.
+    gather = groups["dp", "gather"]
     plain, sums = backend.communicators["dp[gather]"].deregister_mem_pool, []
 
     def deregister(pool: object) -> None:
-        sums.append(roles.gather.collectives.all_reduce(torch.ones(1)).item())
+        sums.append(gather.collectives.all_reduce(torch.ones(1)).item())
         plain(pool)  # type: ignore[arg-type]
 
     backend.communicators["dp[gather]"].deregister_mem_pool = deregister  # type: ignore[method-assign, assignment]
@@ -165,26 +170,18 @@ def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> No
 
 @ranks(2)
 def test_a_shared_communicator_has_the_memory_of_both_uses(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two_and_control() as groups:
         backend, registry = opened(groups)
         model = model_of(torch.float32)
-        sharded = fully_shard(
-            model, roles_of(groups), units=[Block], pools=registry, comm=CommPolicy("never")
-        )
+        sharded = shard(model, groups, pools=registry, comm=CommPolicy("never"))
         train_in_pools(model, sharded, rank)
         assert {group for group, _ in backend.registered()} == {"dp[gather]"}
         assert not {p.gather_pool for p in sharded.plans} & {p.reduce_pool for p in sharded.plans}
         root, block = (plan.gathered_bytes for plan in sharded.plans[:2])
         sizes = f"1 x {root} + 2 x {block} bytes"
-        assert (
-            str(sharded.report())
-            .splitlines()
-            .count(
-                f"registered memory: gathered parameters with dp[gather], {sizes}; "
-                f"gradients with dp[gather], {sizes}"
-            )
-            == 1
-        )
+        line = f"registered memory: gathered parameters with dp[gather], {sizes}; "
+        line += f"gradients with dp[gather], {sizes}"
+        assert str(sharded.report()).splitlines().count(line) == 1
 
 
 @ranks(4)
@@ -224,10 +221,10 @@ def _trained(
 
 @ranks(2)
 def test_two_models_have_memory_of_their_own(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two_and_control() as groups:
         _, registry = opened(groups)
         models = [model_of(torch.float32), model_of(torch.float32)]
-        sharded = [fully_shard(m, roles_of(groups), units=[Block], pools=registry) for m in models]
+        sharded = [shard(m, groups, pools=registry) for m in models]
         names = [{p.gather_pool for p in one.plans} for one in sharded]
         assert not names[0] & names[1]
         losses = [model.loss(tokens(0, 0, rank)) for model in models]
@@ -236,54 +233,44 @@ def test_two_models_have_memory_of_their_own(rank: int) -> None:
         assert_equal(losses[0], losses[1])
 
 
-@ranks(2)
-def test_what_one_communicator_refuses_is_undone_on_all_ranks(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
-        backend, registry = opened(groups)
-        roles, model = roles_of(groups), model_of(torch.float32)
-        if rank == 1:
-            backend.communicators["dp[reduce]"] = FakeCommunicator(
-                "dp[reduce]", backend.log, refused=range(1, 1 << 60)
-            )
-        before = dict(model.named_parameters())
-        with pytest.raises(UnsupportedError if rank else PeerError, match="cannot register"):
-            fully_shard(model, roles, units=[Block], pools=registry)
-        assert any(line.startswith("register") for line in backend.log)
-        assert list(backend.registered()) == []
-        assert registry.bindings == ()
-        assert registry._arenas == {}
-        # The model is as it was, and can be sharded without.
-        assert all(p is before[name] for name, p in model.named_parameters())
-        train_in_pools(model, fully_shard(model, roles, units=[Block]), rank)
+def refuse(backend: FakePools) -> None:
+    log = backend.log
+    backend.communicators["dp[reduce]"] = FakeCommunicator(
+        "dp[reduce]", log, refused=range(1, 1 << 60)
+    )
+
+
+def lack_memory(backend: FakePools) -> None:
+    def full(pool: object, storage: object) -> int:
+        raise RuntimeError("CUDA out of memory")
+
+    backend.address = full  # type: ignore[method-assign]
 
 
 @ranks(2)
-def test_memory_that_one_rank_does_not_have_is_an_error_on_all(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
-        backend, registry = opened(groups)
-        if rank == 1:
-
-            def full(pool: object, storage: object) -> int:
-                raise RuntimeError("CUDA out of memory")
-
-            backend.address = full  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError if rank else PeerError, match="out of memory"):
-            fully_shard(model_of(torch.float32), roles_of(groups), units=[Block], pools=registry)
-        assert backend.log == []
-        assert registry._arenas == {}
-
-
-@ranks(2)
-def test_pools_on_one_rank_only_are_an_error_on_all(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
-        _, registry = opened(groups)
+def test_what_one_rank_cannot_do_is_undone_on_all(rank: int) -> None:
+    with open_two_and_control() as groups:
+        for spoil, own, words in (
+            (refuse, UnsupportedError, "cannot register"),
+            (lack_memory, RuntimeError, "out of memory"),
+        ):
+            backend, registry = opened(groups)
+            model = model_of(torch.float32)
+            if rank == 1:
+                spoil(backend)
+            before = dict(model.named_parameters())
+            with pytest.raises(own if rank else PeerError, match=words):
+                shard(model, groups, pools=registry)
+            assert any(line.startswith("register") for line in backend.log) is (spoil is refuse)
+            assert list(backend.registered()) == []
+            assert registry.bindings == ()
+            assert registry._arenas == {}
+            # The model is as it was, and can be sharded without.
+            assert all(p is before[name] for name, p in model.named_parameters())
+            train_in_pools(model, shard(model, groups), rank)
+        pools = opened(groups)[1] if rank else None
         with pytest.raises(DivergenceError, match="memory pools: True"):
-            fully_shard(
-                model_of(torch.float32),
-                roles_of(groups),
-                units=[Block],
-                pools=registry if rank else None,
-            )
+            shard(model_of(torch.float32), groups, pools=pools)
 
 
 @pytest.mark.parametrize("use", ["gather", "reduce"])
@@ -303,10 +290,10 @@ def test_a_reservation_that_is_too_small_is_an_error_and_not_slow(rank: int, use
 
     registered_memory.plan_arenas = one_less  # type: ignore[assignment]
     try:
-        with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        with open_two_and_control() as groups:
             _, registry = opened(groups)
             model = model_of(torch.float32)
-            sharded = fully_shard(model, roles_of(groups), units=[Block], pools=registry)
+            sharded = shard(model, groups, pools=registry)
             with pytest.raises(
                 ConfigError, match=f"fsdp {use}(.|\n)*in use(.|\n)*ReshardPolicy\\(keep"
             ):
@@ -319,12 +306,11 @@ def test_a_reservation_that_is_too_small_is_an_error_and_not_slow(rank: int, use
 @ranks(2)
 def test_recompute(rank: int, recompute: str) -> None:
     """Units that are computed again together are gathered together, and that is said."""
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
-        roles = roles_of(groups)
+    with open_two_and_control() as groups:
 
         def trained(reshard: ReshardPolicy, pools: PoolRegistry | None) -> dict[str, Tensor]:
             model = model_of(torch.float32, recompute=recompute)
-            sharded = fully_shard(model, roles, units=[Block], reshard=reshard, pools=pools)
+            sharded = shard(model, groups, reshard=reshard, pools=pools)
             return train_in_pools(model, sharded, rank)
 
         reshard = ReshardPolicy()
@@ -339,42 +325,31 @@ def test_recompute(rank: int, recompute: str) -> None:
 
 @ranks(2)
 def test_a_step_that_fails_leaves_no_memory_behind(rank: int) -> None:
-    class Refusing(SmallModel):
-        refuses = False
-
-        def _blocks(self, x_BTD: Tensor) -> Tensor:
-            for number, block in enumerate(self.blocks):
-                if self.refuses and number == 2:
-                    raise ValueError("a batch that all ranks refuse")
-                x_BTD = block(x_BTD)
-            return x_BTD
-
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two_and_control() as groups:
         backend, registry = opened(groups)
-        model = Refusing()
-        sharded = fully_shard(model, roles_of(groups), units=[Block], pools=registry)
+        model = SmallModel()
+        sharded = shard(model, groups, pools=registry)
         segments = sorted(backend.registered())
         for step in range(4):
-            model.refuses = step % 2 == 1
             sharded.zero_grad()
-            if model.refuses:
-                with pytest.raises(ValueError, match="refuse"):
+            if step % 2:
+                handle = model.blocks[1].register_forward_hook(throw)
+                with pytest.raises(ArithmeticError):
                     model.loss(tokens(step, 0, rank))
+                handle.remove()
             else:
                 model.loss(tokens(step, 0, rank)).backward()
-        assert sorted((b.group, at) for b in registry.bindings for at in b.arena.pool.segments) == (
-            segments
-        )
+        assert segments_of(registry) == segments
 
 
 @ranks(2)
 def test_a_gradient_is_copied_to_where_it_is_registered(rank: int) -> None:
     """A unit of one parameter could reduce autograd's own tensor, which is in ordinary memory."""
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two_and_control() as groups:
         _, registry = opened(groups)
         roles = roles_of(groups)
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-        fully_shard(model, roles, units=[nn.Linear], pools=registry)
+        shard(model, groups, units=[nn.Linear], pools=registry)
         watch = roles.reduce.collectives = InPoolsOnly(roles.reduce.collectives, registry)
         model(torch.ones(2, 4)).sum().backward()
         assert watch.counts == {"reduce_scatter": 3}

@@ -19,7 +19,9 @@ from fsdp_support.trainings import (
     accumulated_step,
     flat_groups,
     open_two,
+    replicated,
     roles_of,
+    shard,
 )
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.groups.group import Group
@@ -38,7 +40,7 @@ from pcomm.fsdp.compute_costs import Costs, compute_segments, program, queues_of
 from pcomm.fsdp.report import KINDS, PeakMemory, peak_memory
 from pcomm.fsdp.runtime.fsdp_runtime import FsdpRuntime
 from pcomm.fsdp.runtime.param_group import ParamGroup
-from pcomm.fsdp.runtime.schedule import Step
+from pcomm.fsdp.runtime.schedule import Operation
 from pcomm.fsdp.settings import CommPolicy, Precision, Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 
@@ -48,7 +50,9 @@ class OneOrTwo(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.units = nn.ModuleList(One() if kind == "1" else Two() for kind in "1121121")
+        self.units = nn.ModuleList(
+            nn.Linear(4, 4, bias=False) if kind == "1" else Two() for kind in "1121121"
+        )
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
         """A number that all parameters have a part in."""
@@ -61,15 +65,6 @@ class OneOrTwo(nn.Module):
         return x.square().sum()
 
 
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -80,9 +75,7 @@ class Two(nn.Module):
 
 
 def check_bytes(sizes: tuple[int, int], strategy: str) -> None:
-    topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
-    with open_groups(topology, ["shard", ("shard", "reduce"), "rep"]) as groups:
-        roles = Roles(groups["shard"], groups["shard", "reduce"], groups["rep"])
+    with replicated(*sizes) as roles:
         model = SmallModel()
         sharded = fully_shard(
             model,
@@ -123,11 +116,6 @@ def test_bytes_are_those_that_a_spy_counts(rank: int, strategy: str) -> None:
         check_bytes(sizes, strategy)
 
 
-@ranks(4)
-def test_bytes_with_replicas(rank: int) -> None:
-    check_bytes((2, 2), "zero3")
-
-
 def allocated(groups: list[ParamGroup], registry: PoolRegistry | None = None) -> dict[str, int]:
     """Bytes of all distinct storages, found in the buffers themselves, and of all segments."""
     found: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}
@@ -165,7 +153,7 @@ def watched(sharded: Sharded, registry: PoolRegistry | None = None) -> Iterator[
     groups = flat_groups(sharded)
     do = FsdpRuntime._do
 
-    def look(runtime: FsdpRuntime, step: Step) -> None:
+    def look(runtime: FsdpRuntime, step: Operation) -> None:
         do(runtime, step)
         now = allocated(groups, registry)
         now["at_once"] = sum(now.values())
@@ -179,11 +167,13 @@ def watched(sharded: Sharded, registry: PoolRegistry | None = None) -> Iterator[
         FsdpRuntime._do = do  # type: ignore[method-assign]
 
 
-def check_memory(model: SmallModel, sharded: Sharded) -> PeakMemory:
+def check_memory(
+    model: SmallModel, sharded: Sharded, registry: PoolRegistry | None = None
+) -> PeakMemory:
     """The report says what the storages of a step, the second one, take at most."""
     accumulated_step(model, sharded)
     sharded.zero_grad()
-    with watched(sharded) as most:
+    with watched(sharded, registry) as most:
         accumulated_step(model, sharded)
     memory = sharded.report(micro_batches=MICRO_BATCHES).memory
     assert memory is not None
@@ -201,27 +191,20 @@ def test_the_most_memory_is_that_of_a_real_step(
     rank: int, wire: torch.dtype | None, strategy: str
 ) -> None:
     with open_two() as groups:
-        roles = roles_of(groups)
         for prefetch, inflight in ((0, 1), (1, 2), (2, 4)):
             model = SmallModel()
-            sharded = fully_shard(
-                model,
-                roles,
-                units=[Block],
-                reshard=STRATEGIES[strategy],
-                comm=CommPolicy(prefetch=prefetch, inflight_reduce=inflight),
-                precision=Precision(wire),
+            comm = CommPolicy(prefetch=prefetch, inflight_reduce=inflight)
+            reshard, precision = STRATEGIES[strategy], Precision(wire)
+            check_memory(
+                model, shard(model, groups, reshard=reshard, comm=comm, precision=precision)
             )
-            check_memory(model, sharded)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
 @ranks(2)
 def test_the_most_memory_with_replicas(rank: int, sizes: tuple[int, int]) -> None:
-    topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
-    with open_groups(topology, ["shard", "rep"]) as groups:
+    with replicated(*sizes) as roles:
         model = SmallModel()
-        roles = Roles(groups["shard"], groups["shard"], groups["rep"])
         sharded = fully_shard(model, roles, units=[Block])
         memory = check_memory(model, sharded)
         # The other way round: plans that are a little off do not fit.
@@ -247,13 +230,12 @@ def test_the_most_memory_where_gradients_are_reduced_as_autograd_made_them(
     rank: int, sizes: tuple[int, int], inflight: int, wire: torch.dtype | None, strategy: str
 ) -> None:
     """Such a gradient is neither put into another unit's buffer nor left for another unit."""
-    topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
-    with open_groups(topology, ["shard", "rep"]) as groups:
+    with replicated(*sizes) as roles:
         model = OneOrTwo()
         sharded = fully_shard(
             model,
-            Roles(groups["shard"], groups["shard"], groups["rep"]),
-            units=[One, Two],
+            roles,
+            units=[nn.Linear, Two],
             reshard=STRATEGIES[strategy],
             comm=CommPolicy(inflight_reduce=inflight),
             precision=Precision(wire),
@@ -287,13 +269,7 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
                 pools=registry,
             )
             assert {bool(plan.gather_pool) for plan in sharded.plans} == {True, False}
-            accumulated_step(model, sharded)
-            sharded.zero_grad()
-            with watched(sharded, registry) as most:
-                accumulated_step(model, sharded)
-            memory = sharded.report(micro_batches=MICRO_BATCHES).memory
-            assert memory is not None
-            assert memory.by_kind | {"at_once": memory.at_once} == most
+            check_memory(model, sharded, registry)
 
 
 @ranks(2)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fsdp_support.trainings import Block, SmallModel, open_two, roles_of
+from fsdp_support.trainings import Block, SmallModel, check_gradients, open_two, roles_of, tokens
 from pcomm.core.errors import PcommError
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
@@ -41,10 +41,6 @@ def model_with_cut_root(*, is_small: bool = False) -> SmallModel:
     return SmallModel(dim=dim, vocabulary=vocabulary, is_tied=is_small).double()
 
 
-def tokens(rank: int) -> Tensor:
-    return torch.randint(13, (2, 6), generator=torch.Generator().manual_seed(rank))
-
-
 @dataclass
 class Case:
     """A sharded model that has had a backward, and the whole one with the same gradients."""
@@ -57,13 +53,15 @@ class Case:
     whole: SmallModel
 
     def backward(self, scale: float = 1.0) -> None:
-        (self.model.loss(tokens(self.rank)) * scale).backward()
-        (sum(self.whole.loss(tokens(rank)) for rank in (0, 1)) / 2).backward()  # type: ignore[union-attr]
+        (self.model.loss(tokens(0, 0, self.rank)) * scale).backward()
+        (sum(self.whole.loss(tokens(0, 0, rank)) for rank in (0, 1)) / 2).backward()  # type: ignore[union-attr]
 
     def check_gradients(self) -> None:
-        found = self.sharded.full_gradients()
-        for name, parameter in self.whole.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+        check_gradients(self.sharded, self.whole)
+
+    def check_norm(self, found: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+        self.check_gradients()
 
     def check_parameters(self) -> None:
         found = self.sharded.full_state_dict()
@@ -98,13 +96,12 @@ def clips(case: Case) -> None:
     for block in other.blocks:
         fsdp2(block, mesh=mesh)
     fsdp2(other, mesh=mesh)
-    other.loss(tokens(case.rank)).backward()
+    other.loss(tokens(0, 0, case.rank)).backward()
     theirs = nn.utils.clip_grad_norm_(other.parameters(), 1e9).full_tensor()  # type: ignore[attr-defined]
     for limit, order in ((1e9, 2.0), (0.3, 2.0), (0.2, 1.0), (0.01, float("inf")), (0.02, 3.0)):
         found = nn.utils.clip_grad_norm_(case.model.parameters(), limit, norm_type=order)
         expected = nn.utils.clip_grad_norm_(case.whole.parameters(), limit, norm_type=order)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-        case.check_gradients()
+        case.check_norm(found, expected)
         if limit == 1e9:
             torch.testing.assert_close(found, theirs, rtol=1e-10, atol=0)
 
@@ -112,16 +109,14 @@ def clips(case: Case) -> None:
 def clips_by_foreach(case: Case) -> None:
     found = nn.utils.clip_grad_norm_(case.model.parameters(), 0.1, foreach=True)
     expected = nn.utils.clip_grad_norm_(case.whole.parameters(), 0.1)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-    case.check_gradients()
+    case.check_norm(found, expected)
 
 
 def clips_its_own(case: Case) -> None:
     for limit in (1e9, 0.1):
         found = case.sharded.clip_grad_norm(limit)
         expected = nn.utils.clip_grad_norm_(case.whole.parameters(), limit)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-        case.check_gradients()
+        case.check_norm(found, expected)
 
 
 def takes_norms(case: Case) -> None:
@@ -263,98 +258,84 @@ WORKS: dict[str, Callable[[Case], None]] = {
 # -- what raises, and what the error tells to call --------------------------------------------
 
 
-def wrapped(case: Case) -> object:
-    return nn.ModuleDict({"inner": case.model}).state_dict()
-
-
 def replaces_data(case: Case) -> None:
     nn.utils.vector_to_parameters(torch.zeros(10**6).double(), case.model.parameters())
-    case.model.loss(tokens(0))
+    case.model.loss(tokens(0, 0, 0))
 
 
 def converts(case: Case) -> None:
     case.model.float()
-    case.model.loss(tokens(0))
+    case.model.loss(tokens(0, 0, 0))
 
 
-def loads_whole_state(case: Case) -> None:
+def whole_step(case: Case) -> None:
     theirs, mine = (torch.optim.AdamW(m.parameters()) for m in (case.whole, case.model))
     theirs.step()
     mine.load_state_dict(theirs.state_dict())
     mine.step()
 
 
-def own_norm(case: Case) -> object:
-    return sum(float(gradient.norm()) ** 2 for gradient in case.gradients)
+def borrowed(case: Case) -> None:
+    own = {name: p.detach() for name, p in case.model.named_parameters()}
+    torch.func.functional_call(case.model, own, (tokens(0, 0, 0),))
 
 
-def saved(thing: Callable[[Case], object]) -> Callable[[Case], object]:
-    return lambda case: torch.save(thing(case), case.folder / f"{case.rank}.pt")
+def written(case: Case) -> Path:
+    return case.folder / f"{case.rank}.pt"
 
 
-RAISES: dict[str, tuple[Callable[[Case], object], str]] = {
-    "model.state_dict()": (lambda c: c.model.state_dict(), "full_state_dict"),
-    "model.blocks[0].state_dict()": (lambda c: c.model.blocks[0].state_dict(), "full_state_dict"),
-    "nn.ModuleDict({'inner': model}).state_dict()": (wrapped, "full_state_dict"),
-    "model.load_state_dict(state)": (
-        lambda c: c.model.load_state_dict(c.whole.state_dict()),
-        "load_full_state_dict",
+Call = Callable[[Case], object]
+STATE, LOAD, SAVE = "full_state_dict", "load_full_state_dict", "save_checkpoint"
+VIEWS, PARTS, ONE_RANK = "optimizer_shard_views", "sharded.parameters()", "one rank"
+ADAMW = torch.optim.AdamW
+RAISES: dict[str, tuple[Call, str]] = {
+    "model.state_dict()": (lambda c: c.model.state_dict(), STATE),
+    "model.blocks[0].state_dict()": (lambda c: c.model.blocks[0].state_dict(), STATE),
+    "nn.ModuleDict({'inner': model}).state_dict()": (
+        lambda c: nn.ModuleDict({"inner": c.model}).state_dict(),
+        STATE,
     ),
+    "model.load_state_dict(state)": (lambda c: c.model.load_state_dict(c.whole.state_dict()), LOAD),
     "torch.save(model.state_dict(), path)": (
-        saved(lambda c: c.model.state_dict()),
-        "full_state_dict",
+        lambda c: torch.save(c.model.state_dict(), written(c)),
+        STATE,
     ),
-    "torch.save(model, path)": (saved(lambda c: c.model), "full_state_dict"),
+    "torch.save(model, path)": (lambda c: torch.save(c.model, written(c)), STATE),
     "torch.save(list(model.parameters()), path)": (
-        saved(lambda c: list(c.model.parameters())),
-        "full_state_dict",
+        lambda c: torch.save(list(c.model.parameters()), written(c)),
+        STATE,
     ),
-    "pickle.dumps(model.blocks[0])": (lambda c: pickle.dumps(c.model.blocks[0]), "full_state_dict"),
+    "pickle.dumps(model.blocks[0])": (lambda c: pickle.dumps(c.model.blocks[0]), STATE),
     "dcp.save({'model': model})": (
         lambda c: dcp.save({"model": c.model}, checkpoint_id=c.folder / "dcp"),
-        "save_checkpoint",
+        SAVE,
     ),
     "dcp.load(model.state_dict())": (
         lambda c: dcp.load(c.model.state_dict(), checkpoint_id=c.folder / "dcp"),
-        "save_checkpoint",
+        SAVE,
     ),
-    "get_model_state_dict(model)": (
-        lambda c: dcp_state.get_model_state_dict(c.model),
-        "full_state_dict",
-    ),
+    "get_model_state_dict(model)": (lambda c: dcp_state.get_model_state_dict(c.model), STATE),
     "get_model_state_dict(model, options=full)": (
         lambda c: dcp_state.get_model_state_dict(c.model, options=FULL),
-        "full_state_dict",
+        STATE,
     ),
     "set_model_state_dict(model, state)": (
         lambda c: dcp_state.set_model_state_dict(c.model, c.whole.state_dict(), options=FULL),
-        "load_full_state_dict",
+        LOAD,
     ),
     "get_optimizer_state_dict(model, optimizer)": (
-        lambda c: dcp_state.get_optimizer_state_dict(c.model, c.stepped(torch.optim.AdamW)),
-        "optimizer_shard_views",
+        lambda c: dcp_state.get_optimizer_state_dict(c.model, c.stepped(ADAMW)),
+        VIEWS,
     ),
-    "optimizer.state_dict()": (
-        lambda c: c.stepped(torch.optim.AdamW).state_dict(),
-        "optimizer_shard_views",
-    ),
-    "optimizer.load_state_dict(state)": (
-        lambda c: c.stepped(torch.optim.AdamW).load_state_dict({}),
-        "optimizer_shard_views",
-    ),
-    "optimizer.load_state_dict(unsharded) before its first step": (
-        loads_whole_state,
-        "optimizer_shard_views",
-    ),
-    "copy.deepcopy(model)": (lambda c: copy.deepcopy(c.model), "sharded.parameters()"),
-    "copy.deepcopy(model.blocks)": (
-        lambda c: copy.deepcopy(c.model.blocks),
-        "sharded.parameters()",
-    ),
-    "AveragedModel(model)": (lambda c: AveragedModel(c.model), "sharded.parameters()"),
+    "optimizer.state_dict()": (lambda c: c.stepped(ADAMW).state_dict(), VIEWS),
+    "optimizer.load_state_dict(state)": (lambda c: c.stepped(ADAMW).load_state_dict({}), VIEWS),
+    "optimizer.load_state_dict(unsharded) before its first step": (whole_step, VIEWS),
+    "copy.deepcopy(model)": (lambda c: copy.deepcopy(c.model), PARTS),
+    "copy.deepcopy(model.blocks)": (lambda c: copy.deepcopy(c.model.blocks), PARTS),
+    "AveragedModel(model)": (lambda c: AveragedModel(c.model), PARTS),
     "nn.utils.parameters_to_vector(model.parameters())": (
         lambda c: nn.utils.parameters_to_vector(c.model.parameters()),
-        "full_state_dict",
+        STATE,
     ),
     "nn.utils.vector_to_parameters(vector, model.parameters())": (replaces_data, "copy_"),
     "model.float(), model.half(), model.to(dtype)": (converts, "convert before sharding"),
@@ -362,19 +343,14 @@ RAISES: dict[str, tuple[Callable[[Case], object], str]] = {
         lambda c: nn.parallel.DistributedDataParallel(c.model),
         "Roles(replicate=...)",
     ),
-    "torch.func.functional_call(model, ...)": (
-        lambda c: torch.func.functional_call(
-            c.model, {n: p.detach() for n, p in c.model.named_parameters()}, (tokens(0),)
-        ),
-        "torch.no_grad()",
-    ),
-    "torch.optim.Adafactor": (lambda c: c.stepped(torch.optim.Adafactor), "one rank"),
-    "torch.optim.Muon": (lambda c: c.stepped(torch.optim.Muon), "one rank"),
+    "torch.func.functional_call(model, ...)": (borrowed, "torch.no_grad()"),
+    "torch.optim.Adafactor": (lambda c: c.stepped(torch.optim.Adafactor), ONE_RANK),
+    "torch.optim.Muon": (lambda c: c.stepped(torch.optim.Muon), ONE_RANK),
     "torch.optim.LBFGS": (
         lambda c: torch.optim.LBFGS(c.model.parameters()).step(lambda: torch.zeros(())),
-        "one rank",
+        ONE_RANK,
     ),
-    "gradient.norm() by itself": (own_norm, "grad_norm()"),
+    "gradient.norm() by itself": (lambda c: [float(g.norm()) for g in c.gradients], "grad_norm()"),
     "gradient.sum(), gradient @ x": (
         lambda c: [g.sum() for g in c.gradients],
         "as_subclass(torch.Tensor)",
@@ -406,10 +382,6 @@ def run_rows(
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
 
 
-def _works(case: Case, name: str) -> None:
-    WORKS[name](case)
-
-
 def _raises(case: Case, name: str) -> None:
     call, use = RAISES[name]
     before = case.sharded.full_state_dict()
@@ -424,7 +396,7 @@ def _raises(case: Case, name: str) -> None:
 
 @ranks(2)
 def test_what_works(rank: int, tmp_path: Path) -> None:
-    run_rows(rank, tmp_path, _works, list(WORKS))
+    run_rows(rank, tmp_path, lambda case, name: WORKS[name](case), list(WORKS))
 
 
 @ranks(2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_support.trainings import STRATEGIES
-from pcomm.core.groups.open_groups import open_groups
+from fsdp_support.trainings import STRATEGIES, check_gradients, open_two, shard
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings import Roles
 from pcomm.fsdp.sharded import Sharded
 
 # B batch, D model dim
@@ -225,6 +220,7 @@ class Frozen(Unit):
         self.bias.requires_grad = False
 
 
+UNITS = (Unit, Recurrent, nn.Sequential, Outer, Frozen)
 GRAPHS: dict[str, Callable[[], Model]] = {
     "views": lambda: Model(in_a_row, Unit(views), Unit(views)),
     "in place": lambda: Model(in_a_row, Unit(in_place), Unit(in_place)),
@@ -281,45 +277,20 @@ def sharded_step(sharded: Sharded, step: int, rank: int) -> None:
             loss_of(sharded.model, batch(step, micro, rank)).backward()
 
 
-def check_gradients(sharded: Sharded, reference: nn.Module, what: str) -> None:
-    found = sharded.full_gradients()
-    for name, parameter in reference.named_parameters():
-        if parameter.grad is None:
-            # Others of its unit may have one.
-            assert not found.get(name, torch.zeros(())).count_nonzero(), f"{what}: {name}"
-        else:
-            torch.testing.assert_close(
-                found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=f"{what}: {name}"
-            )
-
-
-@contextmanager
-def sharding(strategy: str) -> Iterator[Callable[[nn.Module], Sharded]]:
-    with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
-        roles, reshard = Roles(groups["dp"], groups["dp", "reduce"]), STRATEGIES[strategy]
-
-        def run(model: nn.Module) -> Sharded:
-            kinds = [Unit, Recurrent, nn.Sequential]
-            units = [m for m in model.modules() if type(m) in (*kinds, Outer, Frozen)]
-            return fully_shard(model, roles, units=units, reshard=reshard)
-
-        yield run
-
-
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
 @ranks(2)
 def test_gradients_are_those_of_one_process(rank: int, strategy: str) -> None:
-    with sharding(strategy) as shard:
+    with open_two() as groups:
         for graph, build in GRAPHS.items():
             reference, model = built(build), built(build)
-            sharded = shard(model)
-            ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
-            theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+            units = [m for m in model.modules() if type(m) in UNITS]
+            sharded = shard(model, groups, units=units, reshard=STRATEGIES[strategy])
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
             for step in range(3):
                 # The first is recorded, the others are replayed with new weights.
                 plain_step(reference, step)
                 sharded_step(sharded, step, rank)
                 check_gradients(sharded, reference, f"{graph}, step {step}")
-                for optimizer in (ours, theirs):
+                for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=step == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
@@ -12,13 +13,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as ShardedOn
 from torch.distributed.tensor import distribute_tensor
 
+from fsdp_support.trainings import (
+    Block,
+    SmallModel,
+    check_gradients,
+    open_two,
+    roles_of,
+    shard,
+    tokens,
+)
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings import CommPolicy, Roles
+from pcomm.fsdp.settings import CommPolicy
 from pcomm.fsdp.sharded import Sharded
+
+# -- units, roles and parameters of every kind: taken, or refused for the right reason ----------
 
 
 def built(kind: type[nn.Module] = nn.Sequential) -> nn.Module:
@@ -52,18 +63,15 @@ def check(sharded: Sharded, reference: nn.Module, rank: int) -> None:
         sharded.model(batch(step, rank)).square().mean().backward()
         for r in (0, 1):
             (reference(batch(step, r)).square().mean() / 2).backward()
-        found = sharded.full_gradients()
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+        check_gradients(sharded, reference)
 
 
 @ranks(2)
 def test_a_module_of_several_names(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
-        roles = Roles(groups["dp"], groups["dp"])
+    with open_two() as groups:
         for units in ([nn.Linear], []):
             model, reference = built(Again), built(Again)
-            sharded = fully_shard(model, roles, units=units)
+            sharded = shard(model, groups, units=units)
             names = [name for name, _ in sharded.named_parameters()]
             assert names == [name for name, _ in reference.named_parameters()]
             check(sharded, reference, rank)
@@ -90,12 +98,12 @@ def test_what_is_refused(rank: int) -> None:
     cube = init_device_mesh("cpu", (1, 1, 2))
     mesh = init_device_mesh("cpu", (2,))
     wrong: Any
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
-        roles = Roles(groups["dp"], groups["dp"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         for wrong, message in (
             (None, "a NoneType"),
             (groups, "a Groups"),
-            (groups["dp"], "a Group"),
+            (groups["dp", "gather"], "a Group"),
             (cube, "a mesh of 3 dimensions"),
         ):
             with pytest.raises(ConfigError, match=rf"roles(.|\n)*{message}"):
@@ -115,39 +123,88 @@ def test_what_is_refused(rank: int) -> None:
             fully_shard(model, roles, units=[nn.Linear])
 
 
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @pytest.mark.parametrize("max_padding", [0.0, 0.6])
 @ranks(2)
 def test_weight_decay_groups_by_dimensions(rank: int, max_padding: float) -> None:
     """Only what is cut inside rows loses dimensions, and that is said."""
-    listener = Listener()
+    listener = BufferingHandler(9)
     log = logging.getLogger("pcomm.fsdp")
     log.addHandler(listener)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(7, 3, bias=False))
     model.append(nn.Linear(2, 4))
     expected = {name for name, p in model.named_parameters() if p.dim() >= 2}
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+    with open_two() as groups:
         comm = CommPolicy(max_padding=max_padding)
-        sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[], comm=comm)
+        sharded = shard(model, groups, units=[], comm=comm)
         found = {name for name, p in sharded.named_parameters() if p.dim() >= 2}
         text = str(sharded.report())
     log.removeHandler(listener)
+    lines = [record.getMessage() for record in listener.buffer]
     if max_padding:
         assert found == expected
-        assert listener.lines == []
+        assert lines == []
         assert "1-D for the optimizer" not in text
     else:
         assert found == expected - {"1.weight"}
-        assert [line.split(". ")[0] for line in listener.lines] == [
+        assert [line.split(". ")[0] for line in lines] == [
             "cut inside rows, and 1-D for the optimizer: 1.weight"
         ]
         assert "1-D for the optimizer: 1.weight" in text
+
+
+# -- a model on the meta device is initialised module by module, tied parameters once -----------
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, SmallModel):
+        module.scale.fill_(0.7)
+    else:
+        module.reset_parameters()
+
+
+@ranks(2)
+def test_a_model_on_the_meta_device(rank: int) -> None:
+    with torch.device("meta"):
+        model = SmallModel()
+    expected = SmallModel()
+    torch.manual_seed(3)
+    for module in expected.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    with open_two() as groups:
+        with pytest.raises(ConfigError, match=r"embedding\.weight' on meta"):
+            shard(model, groups)
+        torch.manual_seed(3)
+        sharded = shard(
+            model, groups, units=[Block], device=torch.device("cpu"), initialise=_initialise
+        )
+        state = sharded.full_state_dict()
+        for name, value in expected.named_parameters():
+            assert_equal(state[name], value.detach())
+        model.loss(tokens(0, 0, rank)).backward()
+
+
+@ranks(2)
+def test_tied_parameters_are_one_while_they_are_initialised(rank: int) -> None:
+    """A module may use what another one has drawn, and add to it."""
+    with torch.device("meta"):
+        tied = SmallModel(is_tied=True)
+
+    def add(module: nn.Module) -> None:
+        if module is tied.head:
+            module.weight.data.add_(3.0)
+        elif module is tied:
+            tied.scale.fill_(0.7)
+        else:
+            for parameter in module.parameters(recurse=False):
+                parameter.data.fill_(2.0)
+
+    with open_two() as groups:
+        cpu = torch.device("cpu")
+        sharded = shard(tied, groups, units=[Block], device=cpu, initialise=add)
+        state = sharded.full_state_dict()
+        assert_equal(state["head.weight"], torch.full((7, 5), 5.0))
+        assert_equal(state["embedding.weight"], state["head.weight"])
+        assert tied.head.weight is tied.embedding.weight
+        tied.loss(tokens(0, 0, rank)).backward()

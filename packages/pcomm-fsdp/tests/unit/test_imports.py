@@ -1,9 +1,14 @@
-"""Modules that a training run does not need are not loaded by it."""
+"""What is imported, and which version it is."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
+
+import pcomm.fsdp
+
+# -- modules that a training run does not need are not loaded by it -----------------------------
 
 PROGRAM = """
 import sys
@@ -43,3 +48,10 @@ def test_analysis_is_imported_only_when_it_is_asked_for() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "PeakMemory" in done.stdout
+
+
+# -- the version --------------------------------------------------------------------------------
+
+
+def test_version_is_that_of_the_installed_distribution():
+    assert pcomm.fsdp.__version__ == version("pcomm-fsdp")

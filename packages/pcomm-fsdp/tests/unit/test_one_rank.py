@@ -11,7 +11,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings import CommPolicy, Precision, Roles, Scope
+from pcomm.fsdp.settings import Precision, Roles, Scope
 
 ALONE = Roles(Group("dp", (0,), None, role="gather"), Group("dp", (0,), None, role="reduce"))
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
@@ -85,20 +85,6 @@ def test_state_dicts_are_those_of_the_model() -> None:
         sharded.load_full_state_dict(expected | {"blocks.0.up.bias": torch.zeros(1)})
 
 
-def test_another_entry_point() -> None:
-    model, plain = model_of(torch.float32), model_of(torch.float32)
-    sharded = fully_shard(
-        model, ALONE, units=[Block], entry_points=["loss"], precision=Precision(torch.float64)
-    )
-    model.loss(TOKENS).backward()
-    plain.double().loss(TOKENS).backward()
-    for name, part in sharded.named_parameters():
-        gradient = plain.get_parameter(name).grad
-        assert part.grad is not None
-        assert gradient is not None
-        torch.testing.assert_close(part.grad.flatten(), gradient.float().flatten())
-
-
 def test_the_report_names_groups_and_schedule() -> None:
     model = model_of(torch.float32)
     sharded = fully_shard(model, ALONE, units=[Block], precision=Precision(torch.bfloat16))
@@ -108,20 +94,6 @@ def test_the_report_names_groups_and_schedule() -> None:
     assert sharded.schedule is not None
     alone = fully_shard(model_of(torch.float32), ALONE, units=[Block])
     assert "left as they are, one rank" in str(alone.report())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prefetch": -1},
-        {"prefetch_backward": -1},
-        {"inflight_reduce": 0},
-        {"separate": "no"},
-    ],
-)
-def test_settings_that_cannot_be(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        CommPolicy(**options)  # type: ignore[arg-type]
 
 
 def test_a_gradient_that_comes_after_its_reduce() -> None:

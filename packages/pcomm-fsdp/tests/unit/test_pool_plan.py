@@ -22,8 +22,8 @@ from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.registered_memory import ArenaPlan, plan_arenas
 from pcomm.fsdp.runtime.schedule import (
     OnDemand,
+    Operation,
     Phase,
-    Step,
     UnitEvent,
     compile_schedule,
     scheduled_group,
@@ -73,7 +73,7 @@ def program_of(tree: Tree, *, has_backward: bool = True) -> list[UnitEvent]:
 
 
 def most_live(
-    steps: Sequence[Step], arena: ArenaPlan, plans: Sequence[GroupPlan], live: set[str]
+    steps: Sequence[Operation], arena: ArenaPlan, plans: Sequence[GroupPlan], live: set[str]
 ) -> int:
     """The most buffers of an arena that there are at any step, by the plainest count.
 
@@ -220,18 +220,6 @@ def test_sizes_share_arenas_where_that_takes_the_fewest_bytes(
         return min(options)
 
     assert cost == cheapest(sorted(lengths), [])
-
-
-def test_two_kinds_of_block_and_a_root() -> None:
-    """Kinds of similar size share places, and the root, which is far from them, has its own."""
-    plans = [plan_of(ROOT, ROLES, elements=10_000)]
-    plans += [plan_of(f"b{i}", ROLES, elements=1000 + 20 * (i % 4 == 3)) for i in range(8)]
-    found = [arena for arena in plan_arenas(plans, CommPolicy()) if arena.use == "gather"]
-    assert [(a.num_slots, a.slot_bytes) for a in found] == [(2, 4080), (1, 40_000)]
-    assert [a.name for a in found] == [
-        "fsdp gather dp[gather] 4080",
-        "fsdp gather dp[gather] 40000",
-    ]
 
 
 def test_what_no_communicator_sends_gets_no_arena() -> None:

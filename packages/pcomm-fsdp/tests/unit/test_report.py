@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fsdp_support import schedules as without_model
 from fsdp_support.trainings import Block, SmallModel
 from pcomm.core.groups.group import Group
 from pcomm.core.simulate.program import Rail
@@ -13,7 +16,7 @@ from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.compute_costs import Costs
 from pcomm.fsdp.plan.group_plan import FlatLayout, GroupPlan
 from pcomm.fsdp.report import Overlap, ideal_bytes, report_of
-from pcomm.fsdp.runtime.schedule import Schedule, Step
+from pcomm.fsdp.runtime.schedule import Operation, Schedule
 from pcomm.fsdp.settings import Precision, ReshardPolicy, Roles
 
 ALONE = Roles(Group("dp", (0,), None), Group("dp", (0,), None))
@@ -24,21 +27,15 @@ def plan_of(
 ) -> GroupPlan:
     """100 parameters in 120 places of 4 ranks: bf16 on the wire, fp32 gradients."""
     everyone = (0, 1, 2, 3)
-    return GroupPlan(
-        name="a.w",
-        unit="a",
-        scope="",
-        names=("a.w",),
-        gather=Group("dp", everyone, None, role="gather"),
-        reduce=Group("dp", everyone, None, role="reduce"),
-        replicate=Group("rep", tuple(range(num_replicas)), None) if num_replicas > 1 else None,
-        spread=None,
-        divisor=4.0,
+    roles = Roles(
+        Group("dp", everyone, None, role="gather"),
+        Group("dp", everyone, None, role="reduce"),
+        Group("rep", tuple(range(num_replicas)), None) if num_replicas > 1 else None,
+    )
+    return replace(
+        without_model.plan_of("a", roles, reshard=reshard),
         param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        main_dtype=torch.float32,
         is_trainable=is_trainable,
-        reshard=reshard,
         layout=FlatLayout(((100,),), (0,), 30, 4, True),
     )
 
@@ -65,21 +62,17 @@ def test_the_formula(reshard: ReshardPolicy, gathers: int, reduces: int) -> None
     assert frozen == {"gather": gathers * 150, "reduce": 0, "replicate": 0}
 
 
+FORWARD = "gather a.w, wait_gather a.w, use a, done a"
+BACKWARD = "use a, done a, release a.w, reduce a.w, end a, wait_reduce a.w, all_reduce a.w, "
+BACKWARD += "wait_all_reduce a.w"
+
+
 def schedule() -> Schedule:
     return Schedule(
-        (
-            Step("gather", "a.w", "forward"),
-            Step("wait_gather", "a.w", "forward"),
-            Step("use", "a", "forward"),
-            Step("done", "a", "forward"),
-            Step("use", "a", "backward"),
-            Step("done", "a", "backward"),
-            Step("release", "a.w", "backward"),
-            Step("reduce", "a.w", "backward"),
-            Step("end", "a", "backward"),
-            Step("wait_reduce", "a.w", "backward"),
-            Step("all_reduce", "a.w", "backward"),
-            Step("wait_all_reduce", "a.w", "backward"),
+        tuple(
+            Operation(*words.split(), phase)  # type: ignore[arg-type]
+            for phase, text in (("forward", FORWARD), ("backward", BACKWARD))
+            for words in text.split(", ")
         ),
         frozenset(),
     )

@@ -1,90 +1,31 @@
-"""Compiled schedules, executed by a machine that refuses what makes no sense."""
+"""Schedules, compiled and guessed, executed by a machine that refuses what makes no sense."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_support.schedules import chain, random_events
+from fsdp_support.schedules import Machine, chain, groups_of, random_events
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.schedule import (
+    ALL_REDUCED,
     OnDemand,
+    Operation,
     Schedule,
     ScheduledGroup,
-    Step,
     UnitEvent,
     compile_schedule,
+    events_of,
 )
+from pcomm.fsdp.runtime.schedule_executor import MOST_TRACES, UnitTraces
 from pcomm.fsdp.settings import Keep
 
-
-def groups_of(
-    events: list[UnitEvent], keep: Keep = "use", *, reduces: bool = True, all_reduces: bool = False
-) -> list[ScheduledGroup]:
-    units = sorted({event.unit for event in events})
-    return [ScheduledGroup(f"{unit}.w", unit, 10, keep, reduces, all_reduces) for unit in units]
-
-
-@dataclass
-class Machine:
-    """Executes steps and refuses what makes no sense."""
-
-    groups: dict[str, ScheduledGroup]
-    gathered: set[str] = field(default_factory=set)
-    in_flight: set[str] = field(default_factory=set)
-    reducing: set[str] = field(default_factory=set)
-    all_reducing: set[str] = field(default_factory=set)
-    reduced: list[str] = field(default_factory=list)
-    most_gathered: int = 0
-    most_reducing: int = 0
-
-    def run(self, steps: tuple[Step, ...]) -> None:
-        for step in steps:
-            getattr(self, step.kind)(step)
-            live = self.gathered | self.in_flight
-            self.most_gathered = max(self.most_gathered, len(live - {f"{ROOT}.w"}))
-
-    def use(self, step: Step) -> None:
-        # What is on its way beside computation; one more is issued before the oldest is ended.
-        self.most_reducing = max(self.most_reducing, len(self.reducing))
-        for group in self.groups.values():
-            if group.unit == step.name:
-                assert group.name in self.gathered, f"{step} without its parameters"
-
-    def done(self, step: Step) -> None:
-        pass
-
-    end = done
-
-    def gather(self, step: Step) -> None:
-        assert step.name not in self.gathered | self.in_flight
-        self.in_flight.add(step.name)
-
-    def wait_gather(self, step: Step) -> None:
-        self.in_flight.remove(step.name)
-        self.gathered.add(step.name)
-
-    def release(self, step: Step) -> None:
-        self.gathered.remove(step.name)
-
-    def reduce(self, step: Step) -> None:
-        assert step.name not in self.reducing
-        self.reducing.add(step.name)
-        self.reduced.append(step.name)
-
-    def wait_reduce(self, step: Step) -> None:
-        self.reducing.remove(step.name)
-
-    def all_reduce(self, step: Step) -> None:
-        assert step.name not in self.reducing
-        self.all_reducing.add(step.name)
-
-    def wait_all_reduce(self, step: Step) -> None:
-        self.all_reducing.remove(step.name)
+# -- compiled schedules, executed by a machine that refuses what makes no sense -----------------
 
 
 def compiled(events: list[UnitEvent], groups: list[ScheduledGroup], **options: object) -> Schedule:
@@ -119,7 +60,7 @@ def test_any_model_runs(
     prefetch_backward: int | None,
 ) -> None:
     groups = groups_of(events, keep, all_reduces=all_reduces and is_last)
-    machine = Machine({group.name: group for group in groups})
+    machine = Machine(groups)
     for _ in range(2):
         schedule = compiled(
             events,
@@ -134,7 +75,7 @@ def test_any_model_runs(
         machine.reduced.clear()
         machine.run(schedule.steps)
         assert [(s.kind, s.name, s.phase) for s in schedule.steps if s.is_anchor] == events
-        assert not machine.in_flight | machine.reducing | machine.all_reducing
+        assert not machine.on_their_way
         backward = {m.unit for m in events if m.kind == "done" and m.phase == "backward"}
         assert sorted(machine.reduced) == sorted(f"{unit}.w" for unit in backward)
         assert machine.most_reducing <= inflight
@@ -149,16 +90,32 @@ def test_any_model_runs(
             machine.gathered.clear()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-def test_units_that_are_gathered_at_once_are_bounded(prefetch: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        *(({"prefetch": prefetch}, prefetch) for prefetch in range(4)),
+        ({"prefetch": 0, "prefetch_backward": 3}, 3),
+        # A budget of bytes limits the depth, but not below one.
+        *(
+            ({"prefetch": 5, "prefetch_bytes": limit}, depth)
+            for limit, depth in ((0, 1), (10, 1), (29, 2), (30, 3))
+        ),
+    ],
+    ids=str,
+)
+def test_units_that_are_gathered_at_once_are_bounded(options: dict[str, int], ahead: int) -> None:
     events = chain(8)
     groups = groups_of(events)
-    machine = Machine({group.name: group for group in groups})
-    schedule = compiled(events, groups, prefetch=prefetch)
+    machine = Machine(groups)
+    schedule = compiled(events, groups, **options)
     machine.run(schedule.steps)
-    assert machine.most_gathered == 1 + prefetch
-    # All but the last of forward twice, and the root once.
-    assert schedule.count("gather") == 1 + 2 * 8 - (1 + prefetch)
+    if "prefetch_bytes" in options:
+        assert machine.most_gathered <= 1 + ahead
+    else:
+        assert machine.most_gathered == 1 + ahead
+    if len(options) == 1:
+        # All but the last of forward twice, and the root once.
+        assert schedule.count("gather") == 1 + 2 * 8 - (1 + ahead)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
@@ -175,28 +132,11 @@ def test_without_prefetch_in_backward_a_unit_computes_beside_no_other(prefetch: 
     place = {step: i for i, step in enumerate(steps)}
     for i in range(8 - (1 + prefetch)):
         gather, done = (
-            place[Step("gather", f"b{i}.w", "backward")],
-            Step("done", f"b{i + 1}", "backward"),
+            place[Operation("gather", f"b{i}.w", "backward")],
+            Operation("done", f"b{i + 1}", "backward"),
         )
         # After the unit before has ended, and before anything else goes on the wire.
-        assert place[done] < gather < place[Step("reduce", f"b{i + 1}.w", "backward")]
-
-
-def test_backward_may_look_further_ahead_than_forward() -> None:
-    events = chain(8)
-    groups = groups_of(events)
-    machine = Machine({group.name: group for group in groups})
-    machine.run(compiled(events, groups, prefetch=0, prefetch_backward=3).steps)
-    assert machine.most_gathered == 1 + 3
-
-
-def test_a_budget_of_bytes_limits_the_depth_but_not_below_one() -> None:
-    events = chain(8)
-    groups = groups_of(events)
-    for limit, depth in ((0, 1), (10, 1), (29, 2), (30, 3)):
-        machine = Machine({group.name: group for group in groups})
-        machine.run(compiled(events, groups, prefetch=5, prefetch_bytes=limit).steps)
-        assert machine.most_gathered <= 1 + depth
+        assert place[done] < gather < place[Operation("reduce", f"b{i + 1}.w", "backward")]
 
 
 def places(schedule: Schedule) -> dict[tuple[str, str], int]:
@@ -204,22 +144,19 @@ def places(schedule: Schedule) -> dict[tuple[str, str], int]:
     return {(step.kind, step.name): i for i, step in enumerate(schedule.steps)}
 
 
-def test_gathers_go_before_the_reduce_of_what_has_ended() -> None:
+def test_what_goes_before_the_reduce_of_what_has_ended() -> None:
     events = chain(6)
     place = places(compiled(events, groups_of(events), inflight_reduce=6))
     for i in range(5, 1, -1):
         assert place["gather", f"b{i - 2}.w"] < place["reduce", f"b{i}.w"]
-
-
-def test_what_is_needed_later_is_gathered_in_the_memory_of_the_reduce_that_ends_first() -> None:
-    events = chain(6)
+    # What is needed later is gathered in the memory of the reduce that ends first.
     place = places(compiled(events, groups_of(events), inflight_reduce=1))
     for i in range(4, 1, -1):
         # The next unit's parameters are on their way before anything queues in front of them.
-        assert place["gather", f"b{i - 1}.w"] < place["reduce", f"b{i}.w"]
-        assert place["reduce", f"b{i}.w"] < place["wait_reduce", f"b{i + 1}.w"]
-        assert place["wait_reduce", f"b{i + 1}.w"] < place["gather", f"b{i - 2}.w"]
-        assert place["gather", f"b{i - 2}.w"] < place["use", f"b{i - 1}"]
+        order = [("gather", f"b{i - 1}.w"), ("reduce", f"b{i}.w"), ("wait_reduce", f"b{i + 1}.w")]
+        order += [("gather", f"b{i - 2}.w"), ("use", f"b{i - 1}")]
+        found = [place[one] for one in order]
+        assert found == sorted(found)
 
 
 def test_reduces_of_one_unit_count_as_one() -> None:
@@ -249,11 +186,11 @@ def test_nothing_is_gathered_again_that_stays() -> None:
 def test_on_demand_is_a_schedule_without_foresight(events: list[UnitEvent]) -> None:
     groups = groups_of(events)
     recorder = OnDemand(groups, inflight_reduce=2, gathered=frozenset(), is_last=True)
-    machine = Machine({group.name: group for group in groups})
+    machine = Machine(groups)
     for event in events:
         machine.run(tuple(recorder.steps_for(event)))
     assert recorder.events == events
-    assert not machine.gathered | machine.in_flight | machine.reducing
+    assert not machine.gathered | machine.on_their_way
 
 
 def test_it_can_be_read_and_compared() -> None:
@@ -266,3 +203,223 @@ def test_it_can_be_read_and_compared() -> None:
     assert lines[0] == f"schedule {schedule.fingerprint}"
     assert any(f"gather {ROOT}.w, gather b0.w, wait_gather {ROOT}.w" in line for line in lines)
     assert "wait_reduce" in lines[-1]
+
+
+# -- guesses of what a micro-batch does, from what those before did -----------------------------
+
+
+def without(dropped: Sequence[int], num_units: int = 6) -> tuple[UnitEvent, ...]:
+    names = {f"b{number}" for number in dropped}
+    return tuple(event for event in chain(num_units) if event.unit not in names)
+
+
+def guesses(traces: UnitTraces, sequence: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether each guess was right."""
+    found = []
+    for dropped in sequence:
+        guess = traces.guess("train")
+        found.append(guess is not None and guess.events == without(dropped))
+        traces.learn("train", without(dropped))
+    return found
+
+
+@pytest.mark.parametrize(
+    "period", [[[]], [[], [1]], [[], [], [1]], [[], [1], [2], [1, 2]]], ids=str
+)
+def test_what_repeats_is_foreseen(period: list[list[int]]) -> None:
+    found = guesses(UnitTraces(), period * 6)
+    assert not found[0]
+    assert all(found[2 * len(period) + 1 :])
+
+
+def test_contexts_are_guessed_apart() -> None:
+    traces = UnitTraces()
+    traces.learn("train", without([]))
+    assert traces.guess("eval") is None
+    traces.learn("eval", without([1]))
+    assert traces.guess("train").events == without([])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_as_many_traces_are_kept_as_there_is_room_for(more: int) -> None:
+    traces = UnitTraces()
+    every = [tuple(chain(number + 1)) for number in range(MOST_TRACES + more)]
+    for events in every:
+        traces.learn("train", events)
+    again = traces.learn("train", every[more])
+    assert again is traces.learn("train", every[more])
+    oldest = traces.resume("train", every[0][:-2], every[0][-2])
+    # A longer one has the same end, and other units in between.
+    assert (oldest == every[0]) or more
+
+
+def test_a_trace_that_was_dropped_is_guessed_no_more() -> None:
+    traces = UnitTraces()
+    traces.learn("train", without([1]))
+    first = traces.learn("train", without([]))
+    for number in range(MOST_TRACES):
+        traces.learn("train", tuple(chain(10 + number)))
+    traces.learn("train", without([1]))
+    assert traces.guess("train") is not first
+
+
+@pytest.mark.parametrize("dropped", [[0], [2], [2, 3], [5], [1, 4]], ids=str)
+def test_a_step_that_leaves_units_out_goes_on_with_what_comes_after(dropped: list[int]) -> None:
+    traces = UnitTraces()
+    traces.learn("train", without([]))
+    actual = without(dropped)
+    expected: Sequence[UnitEvent] = without([])
+    departures = 0
+    for place, event in enumerate(actual):
+        if expected[place] != event:
+            departures += 1
+            resumed = traces.resume("train", actual[:place], event)
+            assert resumed is not None
+            expected = resumed
+    # One for each run of units in forward, none in backward.
+    assert departures == (2 if dropped == [1, 4] else 1)
+    assert tuple(expected) == actual
+
+
+def test_a_known_trace_is_preferred() -> None:
+    traces = UnitTraces()
+    for dropped in ([], [1], [1, 3]):
+        traces.learn("train", without(dropped))
+    actual = without([1, 3])
+    place = next(i for i, (a, b) in enumerate(zip(actual, without([1]), strict=False)) if a != b)
+    assert traces.resume("train", actual[:place], actual[place]) == actual
+    unheard = UnitEvent("use", "c", "forward")
+    assert traces.resume("train", actual[:place], unheard) is None
+
+
+def test_what_trained_last_is_reported() -> None:
+    traces = UnitTraces()
+    assert traces.last_training() is None
+    forward = (*chain(6)[:14], UnitEvent("end", ROOT, "forward"))
+    traces.learn("forward train", forward)
+    assert traces.last_training() is None
+    trained = traces.learn("forward train", without([]))
+    traces.learn("forward train", forward)
+    traces.learn("forward eval", forward)
+    assert traces.last_training() is trained
+    assert traces.units() == {ROOT, *(f"b{i}" for i in range(6))}
+
+
+# -- schedules that begin in the middle --------------------------------------------------------
+
+
+GROUPS = groups_of(chain(6))
+
+
+def steps_until(events: Sequence[UnitEvent], number: int, prefetch: int) -> tuple[Operation, ...]:
+    """What was done up to an event, and nothing that blocks after it."""
+    steps = steps_along(events, prefetch)
+    places = [place for place, step in enumerate(steps) if step.is_anchor]
+    place = places[number - 1] + 1
+    while not steps[place].is_anchor and not steps[place].is_blocking:
+        place += 1
+    return steps[:place]
+
+
+def steps_along(
+    events: Sequence[UnitEvent], prefetch: int, taken: Sequence[Operation] = ()
+) -> tuple[Operation, ...]:
+    return compile_schedule(
+        events,
+        GROUPS,
+        prefetch=prefetch,
+        prefetch_bytes=None,
+        inflight_reduce=1,
+        gathered=frozenset(),
+        unreduced=ALL_REDUCED,
+        is_last=True,
+        taken=taken,
+    ).steps
+
+
+def replay(steps: Sequence[Operation]) -> int:
+    """Refuses what makes no sense; the most buffers that there were at once beside the root's."""
+    machine = Machine(GROUPS)
+    machine.run(steps)
+    assert not machine.gathered | machine.on_their_way
+    return machine.most_gathered
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("number", [3, 4, 9, 13, 14, 16, 19])
+def test_a_schedule_goes_on_from_any_place_with_other_marks(number: int, prefetch: int) -> None:
+    """With foresight and without; what was gathered ahead for nothing is given back."""
+    events = chain(6)
+    for dropped in ([], [1], [4], [2, 3, 4, 5], [0, 5]):
+        names = {f"b{i}" for i in dropped}
+        before = list(events[:number])
+        used = [m.unit for m in before]
+        rest = [m for m in events[number:] if m.unit not in names or m.unit in used]
+        taken = steps_until(events, number, prefetch)
+        steps = steps_along([*before, *rest], prefetch, taken)
+        assert list(events_of([*taken, *steps])) == [*before, *rest]
+        assert replay([*taken, *steps]) <= 1 + prefetch
+        on_demand = OnDemand(
+            GROUPS, inflight_reduce=1, gathered=frozenset(), is_last=True, taken=taken
+        )
+        for event in rest:
+            on_demand.steps_for(event)
+        assert on_demand.events == [*before, *rest]
+        assert replay(on_demand.steps) <= 1 + prefetch
+
+
+@pytest.mark.parametrize("keep", ["step", "always"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("number", [3, 4, 9])
+def test_what_is_kept_and_was_not_used_is_waited_for(
+    number: int, *, is_last: bool, keep: Keep
+) -> None:
+    """Gathered ahead for units that were left out: later ones take it for gathered."""
+    events = chain(6)
+    options: dict[str, Any] = {"inflight_reduce": 1, "unreduced": ALL_REDUCED, "is_last": is_last}
+    ahead: dict[str, Any] = {**options, "prefetch": 3, "prefetch_bytes": None}
+    nothing: frozenset[str] = frozenset()
+    groups = groups_of(events, keep)
+    foreseen = compile_schedule(events, groups, gathered=nothing, **ahead).steps
+    places = [place for place, step in enumerate(foreseen) if step.is_anchor]
+    taken = foreseen[: places[number - 1] + 1]
+    used = {event.unit for event in events[:number]}
+    rest = [event for event in events[number:] if event.unit in used]
+    again = [*events[:number], *rest]
+    planned = compile_schedule(again, groups, gathered=nothing, taken=taken, **ahead)
+    on_demand = OnDemand(groups, gathered=nothing, taken=taken, **options)
+    for event in rest:
+        on_demand.steps_for(event)
+    for steps in ([*taken, *planned.steps], on_demand.steps):
+        gathers = [step.name for step in steps if step.kind == "gather"]
+        assert {f"b{i}.w" for i in range(6) if f"b{i}" not in used} & set(gathers)
+        assert sorted(gathers) == sorted(step.name for step in steps if step.kind == "wait_gather")
+
+
+def test_a_unit_that_backward_comes_to_again_is_reduced_once() -> None:
+    events = chain(6)
+    end = events[-2:]
+    again = [m for m in events if m.phase == "backward" and m.unit != ROOT]
+    steps = steps_along([*events[:-2], *again, *end], 1)
+    reduces = [step.name for step in steps if step.kind == "reduce"]
+    assert sorted(reduces) == sorted({f"{m.unit}.w" for m in events})
+    replay(steps)
+    # Not foreseen, it is reduced each time, one after another.
+    on_demand = OnDemand(GROUPS, inflight_reduce=9, gathered=frozenset(), is_last=True)
+    for event in [*events[:-2], *again, *end]:
+        on_demand.steps_for(event)
+    replay(on_demand.steps)
+    assert [step.kind for step in on_demand.steps].count("reduce") == 13
+
+
+def test_a_sum_over_replicas_has_ended_before_more_is_added() -> None:
+    events = chain(2)
+    again = [m for m in events if m.phase == "backward" and m.unit != ROOT]
+    groups = groups_of(events, all_reduces=True, has_replicas=True)
+    on_demand = OnDemand(groups, inflight_reduce=1, gathered=frozenset(), is_last=True)
+    for event in [*events[:-2], *again, *events[-2:]]:
+        on_demand.steps_for(event)
+    machine = Machine(groups)
+    machine.run(on_demand.steps)
+    assert not machine.on_their_way
+    assert on_demand.unreduced == ALL_REDUCED

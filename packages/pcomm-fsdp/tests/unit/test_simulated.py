@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from fsdp_bench.predictions import StepWork, lower_bounds_s
 from fsdp_support import schedules as without_model
 from fsdp_support.schedules import ChainGroup, chain, chain_costs, random_events, step_of
-from pcomm.core.errors import ConfigError, DivergenceError
+from fsdp_support.trainings import STRATEGIES
+from pcomm.core.errors import ConfigError
 from pcomm.core.groups.group import Group
-from pcomm.core.simulate.deadlock import DeadlockError, check_issue_order
+from pcomm.core.simulate.deadlock import check_issue_order
 from pcomm.core.simulate.engine import Timeline, simulate
 from pcomm.core.simulate.program import Cluster, Rail, SimulatedCommunicator, Task
 from pcomm.core.trace.recording import Recorder
@@ -25,14 +26,6 @@ from pcomm.fsdp.report import limits_of
 from pcomm.fsdp.runtime.schedule import Schedule
 from pcomm.fsdp.settings import ReshardPolicy, Roles
 
-SHARDS = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
-    "kept to backward": ReshardPolicy("backward", "micro_batch"),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
-
 
 def plan_of(
     unit: str,
@@ -40,7 +33,7 @@ def plan_of(
     *,
     elements: int = 640,
     separate: bool = True,
-    reshard: ReshardPolicy = SHARDS["zero3"],
+    reshard: ReshardPolicy = STRATEGIES["zero3"],
     reduce_dtype: torch.dtype = torch.float32,
     num_replicas: int = 1,
 ) -> GroupPlan:
@@ -88,7 +81,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Schedule], list[GroupPlan], Costs]:
             num_ranks,
             elements=draw(st.sampled_from([1, 300, 5000])),
             separate=separate,
-            reshard=SHARDS[draw(st.sampled_from(sorted(SHARDS)))],
+            reshard=STRATEGIES[draw(st.sampled_from(sorted(STRATEGIES)))],
         )
         for unit in units
     ]
@@ -123,23 +116,13 @@ def test_random_models_run_without_deadlock_and_not_faster_than_they_can(
     assert one >= limits.one_link_s - 1e-9
     assert two >= limits.independent_s - 1e-9
     assert two <= one + 1e-9
-
-
-@given(steps())
-@settings(max_examples=30)
-def test_links_of_their_own_are_never_slower_than_one_communicator(
-    step: tuple[list[Schedule], list[GroupPlan], Costs],
-) -> None:
-    schedules, plans, costs = step
     apart, together = (
         program(schedules, [plan_of_same(plan, separate=separate) for plan in plans], costs)
         for separate in (True, False)
     )
-    num_ranks = plans[0].gather.size
-    assert (
-        simulated(apart, num_ranks, num_rails=2).makespan_s
-        <= simulated(together, num_ranks).makespan_s + 1e-9
-    )
+    # Links of their own are never slower than one communicator.
+    of_one = simulated(together, num_ranks).makespan_s
+    assert simulated(apart, num_ranks, num_rails=2).makespan_s <= of_one + 1e-9
 
 
 def plan_of_same(plan: GroupPlan, *, separate: bool) -> GroupPlan:
@@ -230,21 +213,6 @@ def test_limits_of_equal_units_are_those_of_the_formula(
     one_link, independent = lower_bounds_s(formula, 1e3)
     assert limits.one_link_s == pytest.approx(one_link)
     assert limits.independent_s == pytest.approx(independent)
-
-
-def test_a_rank_with_another_schedule_is_found() -> None:
-    """The other way round: what the tests above rely on does see a wrong schedule."""
-    plans = [plan_of(f"b{i}", 4) for i in range(4)]
-    costs = chain_costs(4, 1.0, 1.0)
-    same = program(step_of(chain(4), plans), plans, costs)
-    cluster = cluster_of(4)
-    deeper = program(step_of(chain(4), plans, prefetch=2), plans, costs)
-    with pytest.raises(DivergenceError, match="rank 3"):
-        check_issue_order({0: same, 1: same, 2: same, 3: deeper}, cluster)
-    less = [task for task in same if task.name != "forward gather b1.w"]
-    less = [replace(t, after=tuple(a for a in t.after if "gather b1.w" not in a)) for t in less]
-    with pytest.raises(DeadlockError):
-        simulate({0: same, 1: same, 2: same, 3: less}, cluster)
 
 
 def test_what_a_program_says() -> None:

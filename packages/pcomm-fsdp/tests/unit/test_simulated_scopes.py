@@ -206,8 +206,8 @@ def test_models_with_experts_and_replicas_run_without_deadlock(case: Case) -> No
     # A shard is summed over replicas when it has been reduced.
     sizes = {plan.name: plan.gather.size for plan in case.plans}
     for task in case.programs[0]:
-        if task.name.startswith("backward replicate "):
-            name = without_number(task.name).removeprefix("backward replicate ")
+        if task.kind == "all_reduce":
+            name = without_number(task.name).removeprefix("backward all_reduce ")
             before = [t for t in task.after if without_number(t) == f"backward reduce {name}"]
             assert len(before) == (sizes[name] > 1)
             stops = [timeline.time(one).stop_s for one in before]

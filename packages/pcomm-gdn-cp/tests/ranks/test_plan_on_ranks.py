@@ -94,10 +94,8 @@ def test_documents_longer_than_a_share_are_cut(rank: int) -> None:
 @pytest.mark.parametrize("strategy", ["docs", "state"])
 @ranks(3)
 def test_states_go_on_from_pack_to_pack(rank: int, strategy: str) -> None:
-    """Two packs on three ranks, and on one; the losses of the ranks differ, and are added up."""
-    group, spec = cp(), SPECS[0]
-    assert isinstance(spec, GdnSpec)
-    packs = ((0, 5, 5, 8, 18), (0, 1, 8, 8, 12))
+    """Two packs on three ranks and on one; of weights and first states virtual ranks show it."""
+    spec, packs = GdnSpec(2, 4, 3, 5), ((0, 5, 5, 8, 18), (0, 1, 8, 8, 12))
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
@@ -105,37 +103,25 @@ def test_states_go_on_from_pack_to_pack(rank: int, strategy: str) -> None:
 
     hidden, upstream = ([random(pack[-1], DIM) for pack in packs] for _ in range(2))
     before = SequenceStates(random(4, *spec.state.shape), random(4, 3, spec.convolution.channels))
-    arriving = [[random(*x.shape) for x in before] for _ in range(3)]
     results = []
-    for place in (group, (0, 1)):
+    for place in (cp(), (0, 1)):
         plans = [
-            make_plan(pack, place, spec, layout="contiguous", strategy=strategy) for pack in packs
-        ]  # type: ignore[arg-type]
+            make_plan(pack, place, spec, layout="contiguous", strategy=strategy)  # type: ignore[arg-type]
+            for pack in packs
+        ]
         x = [p.shard(h).clone().requires_grad_() for p, h in zip(plans, hidden, strict=True)]
-        start = now = SequenceStates(*(part.clone().requires_grad_() for part in before))
-        weights = weights_of(spec, DIM)
-        outputs = []
+        now, outputs = before, []
         for plan, part in zip(plans, x, strict=True):
-            y, now = continued(plan, spec, part, weights, now)
+            y, now = continued(plan, spec, part, weights_of(spec, DIM), now)
             outputs.append(y)
-        own = arriving[rank] if place is group else map(sum, zip(*arriving, strict=True))
-        grads = torch.autograd.grad(
-            [*outputs, *now],
-            [*x, *start, *weights.values()],
-            [*(p.shard(u) for p, u in zip(plans, upstream, strict=True)), *own],  # type: ignore[list-item]
-        )
-        results.append((plans, outputs, now, grads))
-    (plans, *ours), (_, *theirs) = results
-    outputs, now, grads = ours
-    whole_outputs, whole_now, whole_grads = theirs
-    actual = [*outputs, *grads[:2], *now, *(group.collectives.all_reduce(g) for g in grads[2:])]
-    expected = [
-        *(p.shard(y) for p, y in zip(plans, whole_outputs, strict=True)),
-        *(p.shard(g) for p, g in zip(plans, whole_grads[:2], strict=True)),
-        *whole_now,
-        *whole_grads[2:],
-    ]
-    assert relative_error(actual, expected) < BOUNDS[torch.float64]
+        # What arrives at the states adds up over ranks.
+        arriving = [torch.ones_like(part) * 3 / plans[0].tokens.size for part in now]
+        arriving[:0] = [p.shard(u) for p, u in zip(plans, upstream, strict=True)]
+        grads = torch.autograd.grad([*outputs, *now], x, arriving)
+        results.append((plans, [*outputs, *grads], [*now]))
+    (plans, ours, states), (_, whole, whole_states) = results
+    expected = [p.shard(y) for p, y in zip(plans * 2, whole, strict=True)]
+    assert relative_error([*ours, *states], [*expected, *whole_states]) < BOUNDS[torch.float64]
 
 
 @ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -54,16 +55,10 @@ def with_gradients(run: Run, inputs: Tensors, cu: tuple[int, ...]) -> Tensors:
     return (*(x.detach() for x in outputs), *gradients(outputs, inputs))
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 7])
-def test_packed_sequences_are_as_each_alone(width: int) -> None:
-    lengths = (1, 0, 2, 3, 4, 20, 0, 7)
-    inputs, cu = inputs_of(lengths, width), offsets(lengths)
-    ours, theirs = (with_gradients(run, inputs, cu) for run in (packed, each_alone))
-    assert relative_error(ours, theirs) < 1e-13
-
-
-@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 5), st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), max_size=8), st.sampled_from([1, 2, 4, 7]), st.integers(0, 2**31)
+)
+@settings(max_examples=30, deadline=None)
 def test_any_pack_is_as_each_alone(lengths: list[int], width: int, seed: int) -> None:
     inputs, cu = inputs_of(tuple(lengths), width, seed=seed), offsets(lengths)
     ours, theirs = (with_gradients(run, inputs, cu) for run in (packed, each_alone))
@@ -73,14 +68,6 @@ def test_any_pack_is_as_each_alone(lengths: list[int], width: int, seed: int) ->
 def test_torch_finds_the_same_gradients_by_differences() -> None:
     inputs = inputs_of((2, 0, 5), 3)
     assert torch.autograd.gradcheck(lambda *x: packed(*x, (0, 2, 2, 7)), inputs)
-
-
-def test_bias_and_halo_may_be_left_out() -> None:
-    x, weight, bias, halo = inputs_of((3, 6), 4)
-    left_out = causal_convolution(x, weight, cu_seqlens=(0, 3, 9))
-    given = packed(x, weight, torch.zeros_like(bias), torch.zeros_like(halo), (0, 3, 9))
-    for ours, theirs in zip(left_out, given, strict=True):
-        assert_equal(ours, theirs)
 
 
 @given(st.integers(0, 12), st.data())
@@ -146,13 +133,26 @@ def test_decoding_continues_a_prefill(width: int) -> None:
     assert relative_error((y, next_halo), (whole[ends], last)) < 1e-13
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    x, weight, bias, halo = inputs_of((8,), 4)
-    with pytest.raises(LayoutError, match="x: 8 tokens, and cu_seqlens ends at 6"):
-        causal_convolution(x, weight, cu_seqlens=(0, 6))
-    with pytest.raises(ConfigError, match=r"x: shape \(8, 3\)"):
-        causal_convolution(x, weight[:2], cu_seqlens=(0, 8))
-    with pytest.raises(ConfigError, match=r"bias: shape \(2,\)"):
-        causal_convolution(x, weight, cu_seqlens=(0, 8), bias_D=bias[:2])
-    with pytest.raises(ConfigError, match="initial_halo"):
-        causal_convolution(x, weight, cu_seqlens=(0, 8), initial_halo=halo[:, :2])
+def test_bias_and_halo_may_be_left_out() -> None:
+    x, weight, bias, halo = inputs_of((3, 6), 4)
+    left_out = causal_convolution(x, weight, cu_seqlens=(0, 3, 9))
+    assert_equal(
+        left_out, packed(x, weight, torch.zeros_like(bias), torch.zeros_like(halo), (0, 3, 9))
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"cu_seqlens": (0, 6)}, LayoutError, "x: 8 tokens, and cu_seqlens ends at 6"),
+        ({"weight_DW": torch.zeros(2, 4)}, ConfigError, r"x: shape \(8, 3\)"),
+        ({"bias_D": torch.zeros(2)}, ConfigError, r"bias: shape \(2,\)"),
+        ({"initial_halo": torch.zeros(1, 2, 3)}, ConfigError, "initial_halo"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    changed: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    given = {"weight_DW": torch.zeros(3, 4), "cu_seqlens": (0, 8), **changed}
+    with pytest.raises(error, match=words):
+        causal_convolution(torch.zeros(8, 3), **given)

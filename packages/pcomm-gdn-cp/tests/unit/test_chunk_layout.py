@@ -44,6 +44,8 @@ def test_tokens_go_where_the_loop_puts_them_and_come_back(pack: tuple[list[int],
             wanted = x_THD[cu_seqlens[token[0]] + token[1]] if token else torch.zeros(2, 3)
             assert_equal(found_HCD[:, place], wanted.to(x_THD))
     assert_equal(from_chunks(chunks, layout), x_THD)
+    strided_THD = torch.cat([x_THD, x_THD], -1)[..., :3]
+    assert_equal(to_chunks(strided_THD, layout), chunks)
     assert_equal(to_chunks(x_THD[..., 0], layout), chunks[..., 0])
     assert_equal(from_chunks(chunks[..., 0], layout), x_THD[..., 0])
 
@@ -76,13 +78,6 @@ def test_gradients_are_the_inverse_movement_and_padding_has_none(lengths: tuple[
     leaf = chunks.detach().requires_grad_()
     (grad,) = torch.autograd.grad(from_chunks(leaf, layout), leaf, x_THD.detach())
     assert_equal(grad, chunks)
-
-
-def test_tensors_of_any_strides_are_taken() -> None:
-    layout = ChunkLayout.of((0, 5, 7), 4)
-    fused_TD = torch.randn(7, 20)
-    x_THD = fused_TD[:, 3:15].unflatten(1, (4, 3))
-    assert_equal(to_chunks(x_THD, layout), to_chunks(x_THD.clone(), layout))
 
 
 def test_layouts_and_indices_are_made_once_and_also_serve_training_after_inference() -> None:

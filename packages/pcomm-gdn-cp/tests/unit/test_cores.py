@@ -25,6 +25,7 @@ from gdn_cp_support.naive_recurrences import (
     naive_recurrent_mamba2_ssd,
 )
 from pcomm.core.testing.assertions import assert_as_accurate, assert_equal
+from pcomm.gdn_cp.ops import gated_delta_rule, mamba2_ssd
 from pcomm.gdn_cp.ops.gated_delta_rule import DeltaChunks, chunk_gated_delta_rule, gated_delta_step
 from pcomm.gdn_cp.ops.mamba2_ssd import SsdChunks, chunk_mamba2_ssd, mamba2_ssd_step
 from pcomm.gdn_cp.specs import MatrixTransition, ScalarTransition
@@ -36,6 +37,8 @@ class GatedDelta:
     """The gated delta rule; `shared` and `small` are sizes of `inputs`."""
 
     inputs, transition = staticmethod(delta_inputs), MatrixTransition()
+    # What makes the states that enter the chunks, and their place in its result.
+    scan, place = (gated_delta_rule, "delta_scan"), 1
     shared, small = "key_heads", {"key_heads": 1, "heads": 2, "key_dim": 2, "value_dim": 3}
 
     @staticmethod
@@ -66,6 +69,7 @@ class StateSpace:
     """The same of Mamba-2."""
 
     inputs, transition = staticmethod(ssd_inputs), ScalarTransition()
+    scan, place = (mamba2_ssd, "decay_scan"), 0
     shared, small = "groups", {"groups": 1, "heads": 2, "state_dim": 2, "head_dim": 3}
 
     @staticmethod
@@ -148,13 +152,6 @@ def test_a_summary_maps_every_state_to_the_state_after_the_sequence(core: Any) -
     assert relative_error([ours], [theirs]) < 1e-11
     leaves = tuple(inputs)
     assert relative_error(gradients([ours], leaves), gradients([theirs], leaves)) < 1e-11
-
-
-@CORES
-def test_the_summary_of_an_empty_sequence_hands_its_state_on(core: Any) -> None:
-    inputs = core.inputs((3, 0))
-    after = core.transition.apply(core.chunks(inputs, (0, 3, 3), 32).summary(), inputs[-1])
-    assert_equal(after[1], inputs[-1][1])
 
 
 @CORES
@@ -248,3 +245,35 @@ def test_decoding_continues_a_prefill(core: Any) -> None:
     _, carried = core.run(at(inputs, before, 15), (0, 8, 13), 4)
     last = type(inputs)(*at(inputs, ends, 15)[:-1], carried)
     assert relative_error(core.step(last), (whole[ends], final)) < 1e-11
+
+
+def swapped(states: Tensor) -> Tensor:
+    # The second step has chunks of all three sequences.
+    return torch.cat([states[:3], states[3:6].flip(0), states[6:]])
+
+
+@CORES
+@pytest.mark.parametrize("change", [torch.zeros_like, Tensor.detach, swapped, None], ids=str)
+def test_a_wrong_state_shows_by_far(
+    core: Any, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because decays are slow: with the usual ones a lost state changes little after few tokens.
+
+    Without a change of what enters the chunks, the first sequence leaks into the second one.
+    """
+    inputs = core.inputs((40, 17, 33))
+    *tokens, state = inputs
+    expected, right = core.run(inputs, (0, 40, 57, 90))[0], getattr(*core.scan)
+
+    def broken(*given: Any) -> Any:
+        found = right(*given)
+        changed = [change(x) if n == core.place else x for n, x in enumerate(found)]
+        return type(found)(*changed) if hasattr(found, "_fields") else tuple(changed)
+
+    cut = (0, 40, 57, 90) if change else (0, 57, 90)
+    if change:
+        monkeypatch.setattr(*core.scan, broken)
+    found, _ = core.run(type(inputs)(*tokens, state if change else state[::2]), cut, 8)
+    off = relative_error([found], [expected])
+    assert off < 1e-11 if change is Tensor.detach else off > 0.1
+    assert relative_error(gradients([found], tokens), gradients([expected], tokens)) > 0.1

@@ -1,46 +1,20 @@
-"""The chunked gated delta rule: what `test_cores` does not have for the state space as well."""
+"""The chunked cores: what they refuse, and what only the gated delta rule has."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from gdn_cp_bench.slow_decay import delta_inputs, gradients, relative_error
+from gdn_cp_bench.slow_decay import delta_inputs, gradients, relative_error, ssd_inputs
 from gdn_cp_support.naive_recurrences import naive_recurrent_gated_delta_rule
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd import chunk_mamba2_ssd
 from pcomm.gdn_cp.ops.norms import normalise_queries_keys
-
-
-def test_without_an_initial_state_it_is_zero() -> None:
-    *tokens, state = delta_inputs((9, 4))
-    cut = {"cu_seqlens": (0, 9, 13), "chunk": 4}
-    zeros = chunk_gated_delta_rule(*tokens, **cut, initial_state=torch.zeros_like(state))
-    for ours, theirs in zip(chunk_gated_delta_rule(*tokens, **cut), zeros, strict=True):
-        assert_equal(ours, theirs)
-
-
-@given(st.integers(1, 30), st.data())
-@settings(max_examples=15, deadline=None)
-def test_a_sequence_cut_anywhere_is_the_whole(length: int, data: st.DataObject) -> None:
-    cut = data.draw(st.integers(0, length))
-    *tokens, state = inputs = delta_inputs((length,))
-    whole = chunk_gated_delta_rule(*tokens, cu_seqlens=(0, length), initial_state=state, chunk=4)
-    first, middle = chunk_gated_delta_rule(
-        *(x[:cut] for x in tokens), cu_seqlens=(0, cut), initial_state=state, chunk=4
-    )
-    rest = (x[cut:] for x in tokens)
-    second, final = chunk_gated_delta_rule(
-        *rest, cu_seqlens=(0, length - cut), initial_state=middle, chunk=4
-    )
-    parts = (torch.cat([first, second]), final)
-    assert relative_error(parts, whole) < 1e-11
-    leaves = tuple(inputs)
-    assert relative_error(gradients(parts, leaves), gradients(whole, leaves)) < 1e-11
 
 
 def test_gates_at_their_limits_stay_finite_forward_and_backward() -> None:
@@ -108,15 +82,48 @@ def test_the_default_chunk_follows_the_key_dimension() -> None:
         chunk_gated_delta_rule(*tokens, cu_seqlens=(0, 100), chunk=0)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    q, k, v, g, beta, state = delta_inputs((8,))
-    with pytest.raises(LayoutError, match=r"v: 7 tokens, and cu_seqlens ends at 8"):
-        chunk_gated_delta_rule(q, k, v[:7], g, beta, cu_seqlens=(0, 8))
-    with pytest.raises(ConfigError, match="3 value heads and 2 key heads"):
-        chunk_gated_delta_rule(q, k, v[:, :3], g[:, :3], beta[:, :3], cu_seqlens=(0, 8))
-    with pytest.raises(ConfigError, match=r"g: shape \(8, 3\)"):
-        chunk_gated_delta_rule(q, k, v, g[:, :3], beta, cu_seqlens=(0, 8))
-    with pytest.raises(ConfigError, match=r"q: shape \(8, 1, 6\)"):
-        chunk_gated_delta_rule(q[:, :1], k, v, g, beta, cu_seqlens=(0, 8))
-    with pytest.raises(ConfigError, match="initial_state"):
-        chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=(0, 8), initial_state=state[:, :1])
+def delta(**changed: Any) -> None:
+    names = ("q_TGK", "k_TGK", "v_THV", "g_TH", "beta_TH")
+    tensors = dict(zip(names, delta_inputs((8,)), strict=False))
+    chunk_gated_delta_rule(**{**tensors, "cu_seqlens": (0, 8), **changed})
+
+
+def space(**changed: Any) -> None:
+    names = ("x_THP", "dt_TH", "a_log_H", "b_TGS", "c_TGS", "d_H", "dt_bias_H")
+    tensors = dict(zip(names, ssd_inputs((8,)), strict=False))
+    chunk_mamba2_ssd(**{**tensors, "cu_seqlens": (0, 8), **changed})
+
+
+@pytest.mark.parametrize(
+    ("call", "changed", "error", "words"),
+    [
+        (delta, {"v_THV": (7, 4, 5)}, LayoutError, "v: 7 tokens, and cu_seqlens ends at 8"),
+        (delta, {"v_THV": (8, 3, 5)}, ConfigError, "3 value heads and 2 key heads"),
+        (delta, {"g_TH": (8, 3)}, ConfigError, r"g: shape \(8, 3\)"),
+        (delta, {"q_TGK": (8, 1, 6)}, ConfigError, r"q: shape \(8, 1, 6\)"),
+        (delta, {"initial_state": (1, 1, 6, 5)}, ConfigError, "initial_state"),
+        (space, {"b_TGS": (7, 2, 6)}, LayoutError, "b: 7 tokens, and cu_seqlens ends at 8"),
+        (space, {"x_THP": (8, 3, 5)}, ConfigError, "3 value heads and 2 key heads"),
+        (space, {"a_log_H": (3,)}, ConfigError, r"a_log: shape \(3,\)"),
+        (space, {"c_TGS": (8, 1, 6)}, ConfigError, r"c: shape \(8, 1, 6\)"),
+        (space, {"d_H": (1,)}, ConfigError, "d: shape"),
+        (space, {"initial_state": (1, 4, 5, 6)}, ConfigError, "initial_state"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    call: Any, changed: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call(**{name: torch.zeros(shape).double() for name, shape in changed.items()})
+
+
+def test_skip_and_initial_state_may_be_left_out() -> None:
+    x, dt, a_log, b, c, d, bias, state = ssd_inputs((9, 4))
+    options = {"dt_bias_H": bias, "cu_seqlens": (0, 9, 13), "chunk": 4}
+    left_out = chunk_mamba2_ssd(x, dt, a_log, b, c, **options)
+    zeros = {"d_H": torch.zeros_like(d), "initial_state": torch.zeros_like(state)}
+    assert_equal(left_out, chunk_mamba2_ssd(x, dt, a_log, b, c, **options, **zeros))
+    *tokens, state = delta_inputs((9, 4))
+    cut = {"cu_seqlens": (0, 9, 13), "chunk": 4}
+    zero = chunk_gated_delta_rule(*tokens, **cut, initial_state=torch.zeros_like(state))
+    assert_equal(chunk_gated_delta_rule(*tokens, **cut), zero)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -35,18 +37,6 @@ def test_every_value_head_finds_its_key_head_on_its_rank(
         assert [keys[i // serves] for i in range(len(queries))] == [q // ratio for q in queries]
         everything += queries
     assert everything == list(range(shared * ratio))
-
-
-def test_key_heads_are_copied_only_where_their_value_heads_are_split() -> None:
-    shares = [HeadShare(GdnSpec(2, 8, 4, 4), 4, rank) for rank in range(4)]
-    assert [share.heads("k") for share in shares] == [(0,), (0,), (1,), (1,)]
-    assert [share.heads("v") for share in shares] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    whole = HeadShare(Mamba2Spec(8, 4, 4, 2), 2, 1)
-    assert whole.heads("B") == (2, 3)
-    assert whole.heads("dt") == (4, 5, 6, 7)
-    # Three key heads of two value heads each on two ranks: the middle one is on both.
-    split = [HeadShare(GdnSpec(3, 6, 4, 4), 2, rank).heads("q") for rank in range(2)]
-    assert split == [(0, 0, 1), (1, 2, 2)]
 
 
 @given(
@@ -118,9 +108,7 @@ def test_entries_by_head_and_by_column_and_any_dimension() -> None:
     assert share.take(torch.arange(12), "x").tolist() == list(range(6, 12))
     assert share.take(torch.arange(12).view(1, 12), "x", dim=1).tolist() == [list(range(6, 12))]
     assert share.take(torch.arange(2), "B").tolist() == [0, 1]
-
-
-def test_alone_a_parameter_is_itself() -> None:
+    # Alone a parameter is itself.
     parameter = torch.zeros(4, requires_grad=True)
     assert HeadShare(Mamba2Spec(4, 3, 1, 2), 1, 0).take(parameter, "dt") is parameter
 
@@ -138,29 +126,31 @@ def test_sections_side_by_side_are_split_into_heads() -> None:
     assert v.shape == (1, 4, 5)
 
 
-def test_mistakes_are_named() -> None:
-    share = HeadShare(GdnSpec(2, 4, 3, 5), 2, 0)
-    with pytest.raises(ConfigError, match="section 'z'"):
-        share.take(torch.zeros(4), "z")
-    with pytest.raises(LayoutError, match=r"so 7 along dim 0(.|\n)*4 heads and 20 columns"):
-        share.take(torch.zeros(7), "v")
-    with pytest.raises(LayoutError, match=r"shape \(2, 17\)(.|\n)*these have \[3, 3, 10\]"):
-        share.split(torch.zeros(2, 17), ("q", "k", "v"))
-    with pytest.raises(LayoutError, match="'docs' or 'state' or 'gather'"):
-        HeadShare(GdnSpec(2, 4, 3, 5), 3, 0)
-    with pytest.raises(LayoutError, match="strategy 'docs' or 'gather'"):
-        HeadShare(AttentionSpec(4, 2, 8), 8, 0)
+NARROW = HeadShare(GdnSpec(2, 4, 3, 5), 2, 0)
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("call", "error", "words"),
     [
-        (lambda: GdnSpec(2, 3, 4, 4), "3 heads over 2 shared heads"),
-        (lambda: GdnSpec(2, 4, 0, 4), "'key_dim': 0"),
-        (lambda: Mamba2Spec(4, 2, 3, 2), "4 heads over 3"),
-        (lambda: AttentionSpec(0, 1, 2), "'num_heads': 0"),
+        (lambda: NARROW.take(torch.zeros(4), "z"), ConfigError, "section 'z'"),
+        (
+            lambda: NARROW.take(torch.zeros(7), "v"),
+            LayoutError,
+            r"so 7 along dim 0(.|\n)*4 heads and 20 columns",
+        ),
+        (
+            lambda: NARROW.split(torch.zeros(2, 17), ("q", "k", "v")),
+            LayoutError,
+            r"shape \(2, 17\)(.|\n)*these have \[3, 3, 10\]",
+        ),
+        (lambda: HeadShare(NARROW.spec, 3, 0), LayoutError, "'docs' or 'state' or 'gather'"),
+        (lambda: HeadShare(AttentionSpec(4, 2, 8), 8, 0), LayoutError, "'docs' or 'gather'"),
+        (lambda: GdnSpec(2, 3, 4, 4), ConfigError, "3 heads over 2 shared heads"),
+        (lambda: GdnSpec(2, 4, 0, 4), ConfigError, "'key_dim': 0"),
+        (lambda: Mamba2Spec(4, 2, 3, 2), ConfigError, "4 heads over 3"),
+        (lambda: AttentionSpec(0, 1, 2), ConfigError, "'num_heads': 0"),
     ],
 )
-def test_mixers_that_cannot_be_are_refused(build: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        build()  # type: ignore[operator]
+def test_mistakes_are_named(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()

@@ -91,31 +91,19 @@ def accesses(ptx: str) -> Counter[str]:
 @pytest.mark.parametrize(
     ("case", "capability"), [*((case, 90) for case in CASES), ("pack", 100), ("unpack", 100)]
 )
-def test_kernels_compile_and_use_no_atomics(case: str, capability: int) -> None:
+def test_kernels_compile_without_atomics_to_accesses_of_16_bytes(
+    case: str, capability: int
+) -> None:
     kernel = compiled(case, 4, capability)
     assert f".target sm_{capability}" in kernel.asm["ptx"]
     assert not re.search(r"\b(?:atom|red)\.", kernel.asm["ptx"])
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
-
-
-@pytest.mark.parametrize(
-    ("case", "capability"),
-    [
-        ("pack", 90),
-        ("take rows", 90),
-        ("take rows of parts", 90),
-        ("unpack", 90),
-        ("pack", 100),
-        ("unpack", 100),
-    ],
-)
-def test_accesses_are_16_bytes_wide_and_pass_no_shared_memory(case: str, capability: int) -> None:
-    kernel = compiled(case, 4, capability)
+    if case == "pack of columns first":
+        return
     found = accesses(kernel.asm["ptx"])
-    # But for the permutation itself, which is 8 bytes a row.
-    narrow = {kind for kind in found if not kind.endswith((".v4.b32", "b64"))}
     assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] > 0
-    assert not narrow
+    # But for the permutation itself, which is 8 bytes a row.
+    assert all(kind.endswith((".v4.b32", "b64")) for kind in found)
     # The rows of a tile of narrow columns are loaded by fewer threads than the tile, and shared.
     assert case == "take rows of parts" or not kernel.metadata.shared
 

@@ -6,7 +6,6 @@ one. What is broken on purpose must be off by far more, or the comparison says n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,13 +20,12 @@ from gdn_cp_support.planned_mixers import (
     run_layers,
     sum_over_ranks,
 )
-from pcomm.core.exchange import ColumnShards, Permutation, TorchPacking
+from pcomm.core.exchange import Permutation
 from pcomm.core.exchange.positions import RowOrder
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Plan, Spec, make_plan
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
 from pcomm.gdn_cp.sequence_segments import SequenceSegments
 from pcomm.gdn_cp.strategies.choice import Link
-from pcomm.gdn_cp.strategies.head_share import SectionShare
 from pcomm.gdn_cp.strategies.state import StatePassing
 
 GDN, MAMBA, ATTENTION = GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4)
@@ -113,69 +111,50 @@ def test_a_hybrid_of_three_mixers_shares_one_plan(strategy: str, layout: str) ->
     assert error(on_ranks(specs, PACK, 2, strategy=strategy, layout=layout), expected) < BOUND
 
 
+GIANT = (0, 24, 48, 240, 264, 312)
+
+
 @pytest.mark.parametrize(
-    ("cu_seqlens", "size", "layout"),
+    ("strategy", "cu_seqlens", "size", "layout"),
     [
         # One sequence over all ranks; segments shorter than the convolution; boundaries everywhere.
-        ((0, 24), 4, "contiguous"),
-        ((0, 8), 4, "contiguous"),
-        ((0, 8), 4, "zigzag"),
-        ((0, 4), 4, "contiguous"),
-        ((0, 1, 2, 3, 8, 9, 10, 12), 3, "contiguous"),
-        ((0, 1, 11, 12), 4, "contiguous"),
-        ((0, 5, 5, 10, 10), 5, "contiguous"),
-        ((0, 6, 6, 24, 30), 3, "zigzag"),
+        ("state", (0, 24), 4, "contiguous"),
+        ("state", (0, 8), 4, "zigzag"),
+        ("state", (0, 4), 4, "contiguous"),
+        ("state", (0, 1, 2, 3, 8, 9, 10, 12), 3, "contiguous"),
+        ("state", (0, 1, 11, 12), 4, "contiguous"),
+        ("state", (0, 5, 5, 10, 10), 5, "contiguous"),
+        ("state", (0, 6, 6, 24, 30), 3, "zigzag"),
+        # Documents longer than a share: one giant among small ones, on 2 to 4 ranks.
+        ("docs", GIANT, 2, "zigzag"),
+        ("docs", GIANT, 3, "contiguous"),
+        ("docs", GIANT, 4, "zigzag"),
+        ("docs", (0, 16, 32, 128, 128, 144, 176, 192), 8, "contiguous"),
+        # One document; more ranks than documents; cut in segments shorter than the convolution.
+        ("docs", (0, 48), 3, "zigzag"),
+        ("docs", (0, 16), 8, "contiguous"),
+        # Two straddlers, each on three ranks or more.
+        ("docs", (0, 96, 192), 8, "zigzag"),
     ],
     ids=str,
 )
 def test_states_and_halos_cross_awkward_borders(
-    cu_seqlens: tuple[int, ...], size: int, layout: str
+    strategy: str, cu_seqlens: tuple[int, ...], size: int, layout: str
 ) -> None:
     specs = [GDN, MAMBA]
-    actual = on_ranks(specs, cu_seqlens, size, strategy="state", layout=layout)
-    assert error(actual, on_one(specs, cu_seqlens)) < BOUND
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "size", "layout"),
-    [
-        # One giant among small ones, on 2 to 4 ranks.
-        ((0, 24, 48, 240, 264, 312), 2, "zigzag"),
-        ((0, 24, 48, 240, 264, 312), 3, "contiguous"),
-        ((0, 24, 48, 240, 264, 312), 4, "zigzag"),
-        ((0, 16, 32, 128, 128, 144, 176, 192), 8, "contiguous"),
-        # One document; more ranks than documents; cut in segments shorter than the convolution.
-        ((0, 48), 3, "zigzag"),
-        ((0, 48), 2, "contiguous"),
-        ((0, 16, 48), 8, "zigzag"),
-        ((0, 16), 8, "contiguous"),
-        # Two straddlers, each on three ranks or more.
-        ((0, 96, 192), 8, "zigzag"),
-    ],
-    ids=str,
-)
-def test_documents_longer_than_a_share_are_cut(
-    cu_seqlens: tuple[int, ...], size: int, layout: str
-) -> None:
-    specs = [GDN, MAMBA]
-    assert make_plan(cu_seqlens, (0, size), specs, strategy="docs").num_cut_documents(GDN)
-    actual = on_ranks(specs, cu_seqlens, size, strategy="docs", layout=layout)
+    if strategy == "docs":
+        assert make_plan(cu_seqlens, (0, size), specs, strategy="docs").num_cut_documents(GDN)
+    actual = on_ranks(specs, cu_seqlens, size, strategy=strategy, layout=layout)
     assert error(actual, on_one(specs, cu_seqlens)) < BOUND
 
 
 def test_a_hybrid_cuts_documents_for_one_mixer_and_splits_heads_for_another() -> None:
-    specs, cu_seqlens = [GDN, ATTENTION, MAMBA], (0, 24, 48, 240, 264, 312)
+    specs, cu_seqlens = [GDN, ATTENTION, MAMBA], GIANT
     # A link on which collectives cost nothing, so that hidden states win by their bytes.
     link = Link(latency_us=1e-9, gb_per_s=1e-3)
     plan = make_plan(cu_seqlens, (0, 4), specs, hidden_dim=DIM, link=link)
     assert plan.strategies == ("docs", "heads", "docs")
     assert error(on_ranks(specs, cu_seqlens, 4, link=link), on_one(specs, cu_seqlens)) < BOUND
-
-
-def test_a_rank_without_documents_takes_part() -> None:
-    cu_seqlens = (0, 24, 48)
-    expected = on_one([ATTENTION], cu_seqlens)
-    assert error(on_ranks([ATTENTION], cu_seqlens, 3, strategy="docs"), expected) < BOUND
 
 
 @pytest.mark.parametrize("longest", [12, 24])
@@ -189,116 +168,50 @@ def test_a_rank_without_a_token_takes_part_when_others_share_a_document(longest:
     assert plans[0].num_cut_documents(GDN) == (longest > 12)
     actual = on_ranks([GDN, MAMBA], cu_seqlens, 12, **options)
     assert error(actual, on_one([GDN, MAMBA], cu_seqlens)) < BOUND
+    # Nor a document for attention, whose documents are never cut.
+    actual = on_ranks([ATTENTION], (0, 24, 48), 3, strategy="docs")
+    assert error(actual, on_one([ATTENTION], (0, 24, 48))) < BOUND
 
 
 # -- deliberate breaks: each must be noticed -------------------------------------------------
 
 
-def drop_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StatePassing.entry_states
-    monkeypatch.setattr(StatePassing, "entry_states", lambda *given: right(*given) * 0)
+def stop_state_gradients(self: StatePassing, *given: Any) -> Tensor:
+    states = ENTRY_STATES(self, *given)
+    assert states is not None
+    # Still a collective in backward, but of nothing.
+    return states.detach() + 0 * states
 
 
-def stop_state_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StatePassing.entry_states
-
-    def broken(self: StatePassing, *given: Any) -> Tensor:
-        states = right(self, *given)
-        assert states is not None
-        # Still a collective in backward, but of nothing.
-        return states.detach() + 0 * states
-
-    monkeypatch.setattr(StatePassing, "entry_states", broken)
-
-
-def leak_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def leak_states(self: SequenceSegments, rank: int) -> tuple[Tensor, Tensor]:
     """A sequence starts in what the sequence before has left."""
-    right = SequenceSegments._spans_of
-
-    def broken(self: SequenceSegments, rank: int) -> tuple[Tensor, Tensor]:
-        first, last = right(self, rank)
-        return (first - 1).clamp(min=0), last
-
-    monkeypatch.setattr(SequenceSegments, "_spans_of", broken)
+    first, last = SPANS_OF(self, rank)
+    return (first - 1).clamp(min=0), last
 
 
-def drop_halos(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StatePassing.conv_halo
-    monkeypatch.setattr(StatePassing, "conv_halo", lambda *given: right(*given) * 0)
+def swap_the_permutations(self: RowOrder, device: torch.device) -> Permutation | None:
+    found = ORDER_ON(self, device)
+    return found and found.inverse
 
 
-def shift_halos(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SequenceSegments.halo_rows
-    monkeypatch.setattr(SequenceSegments, "halo_rows", lambda *given: right(*given).roll(1, 1))
-
-
-def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StatePassing._steps_on
-    monkeypatch.setattr(StatePassing, "_steps_on", lambda *given: right(*given)[:-1])
-
-
-def swap_the_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = RowOrder.on
-
-    def broken(self: RowOrder, device: torch.device) -> Permutation | None:
-        found = right(self, device)
-        return found and found.inverse
-
-    monkeypatch.setattr(RowOrder, "on", broken)
-
-
-def take_the_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = HeadShare._slice
-
-    def broken(self: HeadShare, part: Tensor, share: SectionShare, dim: int) -> Tensor:
-        other = HeadShare(self.spec, self.size, (self.rank + 1) % self.size)
-        return right(other, part, share, dim)
-
-    monkeypatch.setattr(HeadShare, "_slice", broken)
-
-
-def lose_the_gradient_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TorchPacking.unpack_sections
-
-    def broken(
-        self: TorchPacking, message: Tensor, shards: Sequence[ColumnShards]
-    ) -> tuple[Tensor, ...]:
-        found = right(self, message, shards)
-        return tuple(x / s.copies for x, s in zip(found, shards, strict=True))
-
-    monkeypatch.setattr(TorchPacking, "unpack_sections", broken)
-
-
-PASSING = [
-    drop_states,
-    stop_state_gradients,
-    leak_states,
-    drop_halos,
-    shift_halos,
-    skip_the_last_composition,
-]
+ENTRY_STATES, CONV_HALO = StatePassing.entry_states, StatePassing.conv_halo
+SPANS_OF, ORDER_ON = SequenceSegments._spans_of, RowOrder.on
 
 
 @pytest.mark.parametrize(
-    ("spec", "strategy", "mistakes"),
+    ("spec", "strategy", "place", "mistake"),
     [
-        (GDN, "state", PASSING),
-        (GDN, "docs", PASSING),
+        (GDN, "state", (StatePassing, "entry_states"), stop_state_gradients),
+        (GDN, "docs", (StatePassing, "conv_halo"), lambda *given: 0 * CONV_HALO(*given)),
         # Its maps are numbers where those of the other are matrices.
-        (MAMBA, "state", [leak_states, skip_the_last_composition]),
-        (GDN, "heads", [swap_the_permutations, take_the_heads_of_another_rank]),
-        (ATTENTION, "heads", [swap_the_permutations]),
-        (NARROW_GDN, "heads", [lose_the_gradient_of_copies]),
+        (MAMBA, "state", (SequenceSegments, "_spans_of"), leak_states),
+        (ATTENTION, "heads", (RowOrder, "on"), swap_the_permutations),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+    ids=["gradient of states", "halos", "states of others", "order"],
 )
 def test_a_mistake_is_noticed(
-    spec: Spec, strategy: str, mistakes: list[Callable[[pytest.MonkeyPatch], None]]
+    spec: Spec, strategy: str, place: Any, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = on_one([spec], PACK)
-    assert error(on_ranks([spec], PACK, 4, strategy=strategy), expected) < BOUND
-    for mistake in mistakes:
-        with pytest.MonkeyPatch.context() as patch:
-            mistake(patch)
-            wrong = error(on_ranks([spec], PACK, 4, strategy=strategy), expected)
-        assert wrong > BROKEN, mistake.__name__
+    monkeypatch.setattr(*place, mistake)
+    assert error(on_ranks([spec], PACK, 4, strategy=strategy), expected) > BROKEN

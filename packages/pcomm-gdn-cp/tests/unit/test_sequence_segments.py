@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,20 +121,3 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
         [*ends, *(n for n, _ in sequences)][row]
         for row in segments.end_rows(is_continued=True).tolist()
     ] == [last.get(n, n) for n, _ in sequences]
-
-
-def segments_of(tokens: TokenLayout, reach: int) -> SequenceSegments:
-    return SequenceSegments(tokens.cu_seqlens, tokens.layout, reach)
-
-
-def test_one_sequence_over_all_ranks() -> None:
-    segments = segments_of(TokenLayout((0, 12), 3, "contiguous"), 3)
-    assert segments.slot_counts == (1, 1, 0)
-    assert segments.num_before(2).tolist() == [2]
-    assert torch.equal(segments.halo_rows(1, is_continued=False), torch.tensor([[0, 1, 2]]))
-
-
-def test_whole_sequences_on_every_rank_have_nothing_to_say() -> None:
-    segments = segments_of(TokenLayout((0, 2, 4, 8), 2, "contiguous"), 3)
-    assert segments.num_slots == 0
-    assert segments.tail_counts == (0, 0)

@@ -166,16 +166,6 @@ def test_a_mixer_of_ones_own_on_two_ranks_is_the_mixer_on_one(
         assert relative_error([together], [whole]) < BOUND
 
 
-def test_a_transition_that_is_not_its_own_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison tells the state's map from another one."""
-    spec = SPECS[0]
-    _, expected = run(IdentityCollectives(), spec)
-    monkeypatch.setattr(DiagonalTransition, "apply", lambda self, summary, state: summary[1])
-    results = run_virtual(lambda group: run(group, spec, strategy="state"), 2)
-    together = in_pack_order(results[0][0].tokens, [found[0] for _, found in results])
-    assert relative_error([together], [expected[0]]) > 1e-3
-
-
 def test_what_it_sends_follows_from_its_facts() -> None:
     spec = SPECS[1]
     plan = make_plan(PACK, (0, 2), spec, strategy="state", layout="contiguous", element_bytes=8)

@@ -5,7 +5,7 @@ Every rank has a loss of its own, so that the gradients are those of the sum of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,8 +24,7 @@ from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Plan, make_plan
-from pcomm.gdn_cp.sequence_segments import SequenceSegments
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, make_plan
 
 # Heads that 2 and 3 ranks divide; on 3, a rank may need parts of two groups of value heads.
 GDN, MAMBA = GdnSpec(2, 6, 3, 5), Mamba2Spec(6, 3, 2, 5)
@@ -140,44 +139,36 @@ def off(
     return relative_error(on_ranks(spec, packs, size, before, strategies, layout), expected)
 
 
+ALL = ("heads", "docs", "state", "gather")
+
+
 @pytest.mark.parametrize(
-    ("spec", "strategy", "size", "layout"),
+    ("spec", "strategies", "size", "layout", "options"),
     [
-        (GDN, "heads", 1, "zigzag"),
-        (MAMBA, "state", 1, "contiguous"),
+        (GDN, ("heads", "heads"), 1, "zigzag", {}),
+        (MAMBA, ("state", "state"), 1, "contiguous", {}),
         # Every strategy with either layout; a mixer is of weight where it says what a map is.
-        (GDN, "heads", 3, "zigzag"),
-        (GDN, "docs", 3, "contiguous"),
-        (GDN, "state", 3, "zigzag"),
-        (GDN, "gather", 3, "contiguous"),
-        (GDN, "state", 2, "contiguous"),
-        (MAMBA, "heads", 3, "contiguous"),
-        (MAMBA, "docs", 2, "zigzag"),
-        (MAMBA, "state", 3, "contiguous"),
-        (MAMBA, "gather", 2, "zigzag"),
+        *((GDN, (one, one), 3, "zigzag", {}) for one in ("heads", "state")),
+        *((GDN, (one, one), 3, "contiguous", {}) for one in ("docs", "gather")),
+        (GDN, ("state", "state"), 2, "contiguous", {}),
+        *((MAMBA, (one, one), 3, "contiguous", {}) for one in ("heads", "state")),
+        *((MAMBA, (one, one), 2, "zigzag", {}) for one in ("docs", "gather")),
+        # The first pack of all starts from nothing.
+        *((GDN, (one, one), 2, "contiguous", {"begins": True}) for one in ALL),
+        # The second one may take another strategy.
+        *((GDN, pair, 3, "zigzag", {}) for pair in pairwise(ALL[:1] + ALL[2:0:-1] + ALL[3:])),
+        # A rank without tokens takes part.
+        *((one, ("docs", "docs"), 12, "contiguous", {"packs": LEFT_OUT}) for one in (GDN, MAMBA)),
     ],
     ids=str,
 )
-def test_two_packs_are_one_long_pack(spec: Mixer, strategy: str, size: int, layout: str) -> None:
-    assert off(spec, size, (strategy, strategy), layout) < BOUND
+def test_two_packs_are_one_long_pack(
+    spec: Mixer, strategies: Any, size: int, layout: str, options: Any
+) -> None:
+    assert off(spec, size, strategies, layout, **options) < BOUND
 
 
-@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
-def test_the_first_pack_of_all_starts_from_nothing(strategy: str) -> None:
-    assert off(GDN, 2, (strategy, strategy), "contiguous", begins=True) < BOUND
-
-
-@pytest.mark.parametrize("strategies", [("heads", "state"), ("state", "docs"), ("docs", "gather")])
-def test_the_second_pack_may_take_another_strategy(strategies: tuple[str, str]) -> None:
-    assert off(GDN, 3, strategies, "zigzag") < BOUND
-
-
-@pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
-def test_a_rank_without_tokens_takes_part(spec: Mixer) -> None:
-    assert off(spec, 12, ("docs", "docs"), "contiguous", packs=LEFT_OUT) < BOUND
-
-
-@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+@pytest.mark.parametrize("strategy", ALL)
 def test_a_pack_without_a_token_hands_on_what_it_was_given(strategy: str) -> None:
     def on_rank(group: VirtualCollectives) -> None:
         plan = make_plan((0, 0, 0), group, GDN, strategy=strategy)  # type: ignore[arg-type]
@@ -252,88 +243,20 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_sent(
 # -- deliberate breaks: each must be noticed -------------------------------------------------
 
 
-def forget(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """What came before the pack, or what an empty sequence hands on, is lost."""
-
-    def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-        right = getattr(Plan, name)
-        monkeypatch.setattr(Plan, name, lambda *given, initial=None: right(*given))
-
-    broken.__name__ = f"forget_{name}"
-    return broken
-
-
-def detach(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """The value is right and has no gradient, though backward is still a collective."""
-
-    def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-        right = getattr(Plan, name)
-
-        def without_gradient(*given: Any, initial: Tensor | None = None) -> Tensor:
-            found: Tensor = right(*given, initial=initial)
-            return found.detach() + 0 * found
-
-        monkeypatch.setattr(Plan, name, without_gradient)
-
-    broken.__name__ = f"detach_{name}"
-    return broken
-
-
-def mix_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SequenceSegments.end_rows
-    monkeypatch.setattr(
-        SequenceSegments, "end_rows", lambda self, case: right(self, case).roll(1, 0)
-    )
-
-
-def take_the_halo_of_the_first_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SequenceSegments.halo_rows
-
-    def broken(self: SequenceSegments, rank: int, is_continued: bool) -> Tensor:
-        rows, behind = right(self, rank, is_continued), sum(self.tail_counts)
-        return torch.where(rows < behind, rows, behind + (rows - behind) % self.reach)
-
-    monkeypatch.setattr(SequenceSegments, "halo_rows", broken)
-
-
-def count_copies_as_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = HeadShare.gathered_columns
-
-    def broken(self: HeadShare, names: Any) -> list[int]:
-        return list(range(len(right(self, names))))
-
-    monkeypatch.setattr(HeadShare, "gathered_columns", broken)
-
-
-NAMES = ("conv_halo", "entry_states", "final_states", "final_halo")
-
-
-# `heads` and `gather` have one way to pass states, `docs` and `state` another; only the ends of
-# cut and of whole documents differ between the latter.
-MISTAKES: dict[str, list[Callable[[pytest.MonkeyPatch], None]]] = {
-    "heads": [*map(forget, NAMES[:2]), *map(detach, NAMES), count_copies_as_heads],
-    "docs": [*map(forget, NAMES[2:]), mix_up_ends],
-    "state": [
-        *map(forget, NAMES),
-        *map(detach, NAMES),
-        mix_up_ends,
-        take_the_halo_of_the_first_sequence,
-    ],
-}
-
-
-@pytest.mark.parametrize("strategy", MISTAKES)
-def test_a_mistake_is_noticed(strategy: str) -> None:
-    before = carried(GDN, len(AWKWARD[0]), 5)
+@pytest.mark.parametrize("name", ["conv_halo", "entry_states", "final_states", "final_halo"])
+@pytest.mark.parametrize("what", ["value", "gradient"])
+def test_what_is_lost_between_packs_is_noticed(
+    name: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value from the pack before, or, of a right value, the gradient."""
+    before, right = carried(GDN, len(AWKWARD[0]), 5), getattr(Plan, name)
     expected = on_one(GDN, AWKWARD, 3, before)
 
-    def wrong() -> float:
-        return relative_error(
-            on_ranks(GDN, AWKWARD, 3, before, (strategy, strategy), "contiguous"), expected
-        )
+    def broken(*given: Any, initial: Tensor | None = None) -> Tensor:
+        found: Tensor = right(*given, initial=initial if what == "gradient" else None)
+        # Still a collective in backward, but of nothing.
+        return found.detach() + 0 * found if what == "gradient" else found
 
-    assert wrong() < BOUND
-    for mistake in MISTAKES[strategy]:
-        with pytest.MonkeyPatch.context() as patch:
-            mistake(patch)
-            assert wrong() > BROKEN, mistake.__name__
+    monkeypatch.setattr(Plan, name, broken)
+    found = on_ranks(GDN, AWKWARD, 3, before, ("state", "state"), "contiguous")
+    assert relative_error(found, expected) > BROKEN

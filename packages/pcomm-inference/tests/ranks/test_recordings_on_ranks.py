@@ -84,15 +84,8 @@ class Fails:
 
 def run(recorder, group):
     with patch.object(runner, "recorder_for", lambda device: recorder):
-        engine = Engine(
-            Shared(group),
-            vocabulary=VOCABULARY,
-            max_model_len=30,
-            num_blocks=20,
-            num_state_slots=6,
-            max_requests=4,
-            group=group,
-        )
+        sizes = {"max_model_len": 30, "num_blocks": 20, "num_state_slots": 6, "max_requests": 4}
+        engine = Engine(Shared(group), vocabulary=VOCABULARY, group=group, **sizes)
     found, errors = {}, []
     for number in range(3):
         params = SamplingParams(temperature=0, max_tokens=3 + 3 * number)

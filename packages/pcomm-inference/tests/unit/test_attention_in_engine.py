@@ -26,15 +26,8 @@ def written(
     model: PlainLlama, chosen: list[int], *, num_blocks: int, **limits: int
 ) -> dict[int, Written]:
     """Tokens of each request, with the log-probabilities that the model gave them."""
-    engine = Engine(
-        model,
-        vocabulary=SHAPE.vocabulary,
-        max_model_len=256,
-        num_blocks=num_blocks,
-        num_state_slots=2,
-        prefix_cache=False,
-        **limits,
-    )
+    sizes = {"max_model_len": 256, "num_blocks": num_blocks, "num_state_slots": 2, **limits}
+    engine = Engine(model, vocabulary=SHAPE.vocabulary, prefix_cache=False, **sizes)
     params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS, ignore_eos=True, logprobs=0)
     for index in chosen:
         engine.add(Request(str(index), prompt(index), params))

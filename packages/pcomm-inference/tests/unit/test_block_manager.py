@@ -17,58 +17,28 @@ def test_requests_get_ascending_neighbours_and_keep_them_while_they_grow():
     assert own == [list(range(1, 9)), list(range(9, 17))]
 
 
-def test_claimed_blocks_are_taken_last():
+def test_claimed_blocks_are_taken_last_also_where_others_took_and_gave_them_back():
     blocks = BlockManager(6)
     reservation = blocks.reserve(4)
     assert blocks.allocate(2) == [5, 6]
     assert blocks.allocate(1) == [1]
     # The reservation's own request goes on behind what others took of it.
     assert blocks.allocate(2, reservation=reservation) == [2, 3]
-
-
-def test_a_claim_holds_for_blocks_that_others_took_and_gave_back():
     blocks = BlockManager(5)
     blocks.reserve(2)
-    others = blocks.allocate(4)
-    assert others == [1, 2, 3, 4]
-    for block in others:
+    for block in blocks.allocate(4):
         blocks.release(block)
     assert blocks.allocate(3) == [3, 4, 5]
 
 
-def test_a_claim_needs_free_neighbours():
-    blocks = BlockManager(5)
-    taken = blocks.allocate(5)
-    for block in taken[::2]:
-        blocks.release(block)
-    assert blocks.reserve(2) == (0, 0)
-    assert blocks.reserve(0) == (0, 0)
-    assert blocks.allocate(3) == [1, 3, 5]
-
-
-def test_a_run_is_found_before_scattered_blocks():
+def test_a_run_is_found_before_scattered_blocks_and_a_claim_is_a_run():
     blocks = BlockManager(9)
     taken = blocks.allocate(9)
     for block in (2, 4, 6, 7, 8):
         blocks.release(taken[block - 1])
+    assert blocks.reserve(4) == blocks.reserve(0) == (0, 0)
     assert blocks.allocate(3) == [6, 7, 8]
     assert blocks.allocate(2) == [2, 4]
-
-
-def test_a_published_block_is_cached_until_the_cache_gives_it_up():
-    blocks = BlockManager(2)
-    (block,) = blocks.allocate(1)
-    blocks.retain(block)
-    blocks.publish(block)
-    assert not blocks.release(block)
-    assert blocks.release(block)
-    assert (blocks.num_free, blocks.num_used, blocks.num_cached) == (1, 0, 1)
-    blocks.retain(block)
-    assert (blocks.num_free, blocks.num_used, blocks.num_cached) == (1, 1, 0)
-    # Given up while it is used: free after that.
-    blocks.unpublish(block)
-    assert not blocks.release(block)
-    assert (blocks.num_free, blocks.num_used, blocks.num_cached) == (2, 0, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("acurpi"), st.integers(0, 9)), max_size=60))

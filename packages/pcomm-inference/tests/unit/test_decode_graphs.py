@@ -9,7 +9,7 @@ import torch
 from pcomm.inference.engine import runner
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.model import KVMemory, KVSpec, StateSpec
+from pcomm.inference.model import KVSpec, StateSpec
 from pcomm.inference.sampling.params import SamplingParams
 
 VOCABULARY = 13
@@ -30,9 +30,7 @@ class OnDevice:
             self.eager_sizes.append(batch.num_requests)
             return self.decode(batch, memory)
         tokens = batch.tokens_T.tolist()
-        for pools in memory:
-            if isinstance(pools, KVMemory):
-                pools.keys.view(-1)[batch.slot_mapping_T] = batch.tokens_T.double() + 1
+        memory[0].keys.view(-1)[batch.slot_mapping_T] = batch.tokens_T.double() + 1
         states = memory[1].read("hash", batch)
         for number in range(batch.num_requests):
             for row in range(*batch.cu_seqlens[number : number + 2]):
@@ -75,10 +73,7 @@ class Replay:
         return result, lambda: result.copy_(body())
 
 
-class Refuse:
-    def warm_up(self, body):
-        body()
-
+class Refuse(Replay):
     def record(self, body):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -91,16 +86,8 @@ class NoMemory(Replay):
 def tokens_of(recorder, prompts, **settings):
     model = OnDevice()
     with patch.object(runner, "recorder_for", lambda device: recorder):
-        engine = Engine(
-            model,
-            vocabulary=VOCABULARY,
-            max_model_len=30,
-            block_size=3,
-            num_blocks=40,
-            num_state_slots=6,
-            max_requests=6,
-            **settings,
-        )
+        sizes = {"max_model_len": 30, "block_size": 3, "num_blocks": 40, "num_state_slots": 6}
+        engine = Engine(model, vocabulary=VOCABULARY, max_requests=6, **sizes | settings)
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=4 + 2 * number)
         engine.add(Request(str(number), tuple(prompt), params))

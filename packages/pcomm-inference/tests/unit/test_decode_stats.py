@@ -43,18 +43,8 @@ MEASURED = measured()
 def engine_for(
     model: ToyModel, meter: BandwidthMeter | None = MEASURED, **settings: object
 ) -> Engine:
-    return Engine(
-        model,
-        vocabulary=model.vocabulary,
-        **{
-            "max_model_len": 64,
-            "block_size": 4,
-            "num_blocks": 40,
-            "num_state_slots": 8,
-            "meter": meter,
-            **settings,
-        },
-    )
+    sizes = {"max_model_len": 64, "block_size": 4, "num_blocks": 40, "num_state_slots": 8}
+    return Engine(model, vocabulary=model.vocabulary, meter=meter, **sizes | settings)
 
 
 def request(name: str, prompt: list[int], max_tokens: int) -> Request:
@@ -212,9 +202,7 @@ def test_what_a_model_declares_comes_before_what_it_has():
 
     assert step_weights_of(Declared(tied=True)) == StepWeights(5)
     assert step_weights_of(ToyModel()) == StepWeights(0)
-
-
-def test_of_a_table_of_its_own_kind_a_model_says_so():
+    # A table of its own kind it has to name.
     module = nn.Sequential(nn.Linear(4, 10, bias=False), nn.Linear(4, 3, bias=False))
     assert StepWeights.of(module) == StepWeights(160 + 48)
     assert StepWeights.of(module, tables=[module[0]]) == StepWeights(48, 16)

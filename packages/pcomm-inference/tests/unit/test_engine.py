@@ -51,6 +51,10 @@ def tokens_of(outputs, name):
     return [token for one in outputs if one.request_id == name for token in one.token_ids]
 
 
+def failed(outputs):
+    return [one.request_id for one in outputs if one.error]
+
+
 def check_pools(engine):
     stats = engine.stats()
     for pool in (stats.blocks, stats.state_slots):
@@ -165,18 +169,22 @@ def test_a_request_that_can_never_run_is_refused_at_once(request_, found):
     assert [output.request_id for output in run(engine)] == ["known"]
 
 
-def test_the_largest_request_that_fits_runs():
-    engine = engine_for(MODELS["hybrid"], num_blocks=14, num_state_slots=1)
-    # 57 tokens, of which the last one is not computed: 56 are 14 blocks.
-    engine.add(greedy("a", [1] * 40, 17))
-    assert tokens_of(run(engine), "a") == expected_tokens(MODELS["hybrid"], [1] * 40, 17)
-
-
-def test_a_text_ends_at_the_longest_context():
-    engine = engine_for(MODELS["hybrid"], max_model_len=10)
-    engine.add(greedy("a", [1] * 7, 50))
+@pytest.mark.parametrize(
+    ("kind", "settings", "prompt", "most", "written"),
+    [
+        # 57 tokens, of which the last one is not computed: 56 are 14 blocks.
+        ("hybrid", {"num_blocks": 14, "num_state_slots": 1}, [1] * 40, 17, 17),
+        # Up to the longest context.
+        ("hybrid", {"max_model_len": 10}, [1] * 7, 50, 3),
+        # A pool that a model does not need may be empty.
+        ("recurrent", {"num_blocks": 0}, [1, 2], 3, 3),
+    ],
+)
+def test_a_request_at_a_limit_runs(kind, settings, prompt, most, written):
+    engine = engine_for(MODELS[kind], **settings)
+    engine.add(greedy("a", prompt, most))
     outputs = run(engine)
-    assert tokens_of(outputs, "a") == expected_tokens(MODELS["hybrid"], [1] * 7, 3)
+    assert tokens_of(outputs, "a") == expected_tokens(MODELS[kind], prompt, written)
     assert outputs[-1].finish_reason == "length"
 
 
@@ -191,25 +199,31 @@ def test_a_full_queue_refuses_and_takes_again_once_there_is_room():
     assert {output.request_id for output in run(engine)} == {"a", "b", "c"}
 
 
+class NoStep:
+    def memory_specs(self):
+        return []
+
+
 @pytest.mark.parametrize(
-    "setting",
+    ("model", "settings", "found"),
     [
-        *({name: 0} for name in ("num_blocks", "num_state_slots", "block_size", "max_requests")),
-        *({"max_batch_tokens": 0}, {"max_model_len": 1}, {"speculative_tokens": -1}),
-        *({"max_queued": True}, {"vocabulary": 1.5}),
+        (torch.nn.Linear(3, 3), {}, r"a Linear without memory_specs\(\) and step\(\)"),
+        (NoStep(), {}, r"a NoStep without step\(\)"),
+        (ToyModel, {}, "the class ToyModel"),
+        *(
+            (MODELS["hybrid"], {name: wrong}, f"Engine: {name}")
+            for name, wrong in [
+                *((name, 0) for name in ("num_blocks", "num_state_slots", "block_size")),
+                *(("max_requests", 0), ("max_batch_tokens", 0), ("max_model_len", 1)),
+                *(("speculative_tokens", -1), ("max_queued", True), ("vocabulary", 1.5)),
+            ]
+        ),
     ],
 )
-def test_numbers_that_cannot_run_are_refused(setting):
-    (name,) = setting
-    with pytest.raises(ConfigError, match=f"Engine: {name}"):
-        engine_for(MODELS["hybrid"], **setting)
-
-
-def test_pools_that_a_model_does_not_need_may_be_empty():
-    engine = engine_for(MODELS["recurrent"], num_blocks=0)
-    engine.add(greedy("a", [1, 2], 3))
-    assert tokens_of(run(engine), "a") == expected_tokens(MODELS["recurrent"], [1, 2], 3)
-    assert engine.stats().blocks.size == 0
+def test_an_object_that_is_no_model_and_numbers_that_cannot_run_are_refused(model, settings, found):
+    with pytest.raises(ConfigError, match=found) as caught:
+        engine_for(model, **settings)
+    assert settings or "step(batch, memory)" in caught.value.why
 
 
 FP32 = torch.float32
@@ -248,26 +262,6 @@ def test_a_declaration_of_memory_that_cannot_be_allocated_is_refused(specs, foun
     with pytest.raises(ConfigError, match=found) as caught:
         engine_for(Wrong())
     assert "memory_specs" in caught.value.asked
-
-
-class NoStep:
-    def memory_specs(self):
-        return []
-
-
-@pytest.mark.parametrize(
-    ("model", "found"),
-    [
-        (torch.nn.Linear(3, 3), r"a Linear without memory_specs\(\) and step\(\)"),
-        (NoStep(), r"a NoStep without step\(\)"),
-        (ToyModel, "the class ToyModel"),
-    ],
-    ids=["module", "no step", "class"],
-)
-def test_an_object_that_is_no_model_is_told_which_methods_one_has(model, found):
-    with pytest.raises(ConfigError, match=found) as caught:
-        engine_for(model)
-    assert "step(batch, memory)" in caught.value.why
 
 
 def test_aborted_requests_leave_at_once_also_while_they_wait():
@@ -310,25 +304,8 @@ class Letters:
 
     eos_ids = ()
 
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text]
-
     def decode(self, ids):
         return "".join(chr(ord("a") + token) for token in ids)
-
-
-def test_stop_strings_end_a_text_across_tokens():
-    model = MODELS["hybrid"]
-    text = Letters().decode(expected_tokens(model, [3, 1], 12))
-    stop = text[4:6]
-    engine = engine_for(model, tokenizer=Letters(), speculative_tokens=2)
-    engine.add(greedy("stop", [3, 1], 12, stop=(stop,)))
-    engine.add(greedy("all", [3, 1], 12))
-    outputs = run(engine)
-    texts = {n: "".join(o.text for o in outputs if o.request_id == n) for n in ("stop", "all")}
-    assert texts == {"stop": text[: text.index(stop)], "all": text}
-    ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
-    assert ends == {"stop": "stop", "all": "length"}
 
 
 @pytest.mark.parametrize(
@@ -384,26 +361,11 @@ def test_a_failing_step_ends_the_request_that_it_fails_for(kind):
         lengths[name] = (written.index(10) if 10 in written else 8) or 1
         engine.add(greedy(name, prompt, lengths[name]))
     outputs = run(engine)
-    failed = [output for output in outputs if output.error]
-    assert [output.request_id for output in failed] == ["bad"]
-    assert failed[0].finish_reason == "error"
-    assert str(failed[0].error) == "broken"
+    (bad,) = [output for output in outputs if output.error]
+    assert (bad.request_id, bad.finish_reason, str(bad.error)) == ("bad", "error", "broken")
     for name in ("good", "also good"):
         wanted = expected_tokens(MODELS[kind], prompts[name], lengths[name])
         assert tokens_of(outputs, name) == wanted
-
-
-def test_an_engine_survives_a_model_that_always_fails():
-    model = Failing(MODELS["hybrid"], times=1000)
-    engine = engine_for(model)
-    for number in range(6):
-        engine.add(greedy(str(number), [1, number], 3))
-    outputs = run(engine)
-    assert sorted(output.request_id for output in outputs) == list("012345")
-    assert all(output.finish_reason == "error" for output in outputs)
-    model.times = 0
-    engine.add(greedy("later", [1, 2], 3))
-    assert tokens_of(run(engine), "later") == expected_tokens(model.model, [1, 2], 3)
 
 
 def test_requests_that_fail_only_together_end():
@@ -416,9 +378,21 @@ def test_requests_that_fail_only_together_end():
     for name in "ab":
         engine.add(greedy(name, [1, 2], 40))
     outputs = run(engine)
-    assert {o.request_id for o in outputs if o.finish_reason == "error"} == {"a", "b"}
+    assert sorted(failed(outputs)) == ["a", "b"]
     # Each step together that failed was followed by one alone.
     assert len(tokens_of(outputs, "a")) == MOST_FAILURES
+    # The engine goes on: also behind requests of which each fails, or leaves in between.
+    model = Failing(MODELS["hybrid"], times=1000)
+    engine = engine_for(model)
+    for name in "abcdef":
+        engine.add(greedy(name, [1, 2], 3))
+    assert sorted(failed(run(engine))) == list("abcdef")
+    model.times = 1
+    for name in ("leaves", "stays"):
+        engine.add(greedy(name, [1, 2], 3))
+    assert engine.step() == []
+    assert engine.abort("leaves")
+    assert tokens_of(run(engine), "stays") == expected_tokens(model.model, [1, 2], 3)
 
 
 def prompt_without(token, max_tokens):
@@ -437,7 +411,7 @@ def test_a_suspect_runs_alone_until_it_is_past_the_tokens_that_failed():
     prompt, written = prompt_without(10, 12)
     engine.add(greedy("good", prompt, 12))
     outputs = run(engine)
-    assert [output.request_id for output in outputs if output.error] == ["bad"]
+    assert failed(outputs) == ["bad"]
     assert tokens_of(outputs, "good") == written
 
 
@@ -452,7 +426,7 @@ def test_failures_that_another_request_has_caused_do_not_count():
         while name not in {output.request_id for output in outputs}:
             outputs += engine.step()
     outputs += run(engine)
-    assert [output.request_id for output in outputs if output.error] == names
+    assert failed(outputs) == names
     assert tokens_of(outputs, "good") == written
 
 
@@ -500,15 +474,9 @@ def test_a_broken_grammar_ends_its_request_alone(grammar):
     engine.add(greedy("free", [3, 4], 9))
     outputs = run(engine)
     assert tokens_of(outputs, "grammar") == expected_tokens(model, [1, 2, 1, 2], 2)
-    assert [o.request_id for o in outputs if o.finish_reason == "error"] == ["grammar"]
+    assert failed(outputs) == ["grammar"]
     assert tokens_of(outputs, "free") == expected_tokens(model, [3, 4], 9)
-
-
-def test_a_request_with_a_grammar_gets_no_drafts():
-    engine = engine_for(MODELS["hybrid"], tokenizer=Letters(), speculative_tokens=2)
-    with patch.object(engine._grammars, "compile", return_value=Mock(begin=Grammar)):
-        engine.add(greedy("grammar", [1, 2] * 5, 9))
-    run(engine)
+    # It gets no drafts, whatever repeats.
     assert engine.stats().drafted_tokens == 0
 
 
@@ -547,16 +515,6 @@ def test_requests_that_decode_come_first():
     engine.add(greedy("later", [3, 4], 5))
     outputs = run(engine)
     assert [output.error for output in outputs] == [None] * len(outputs)
-
-
-def test_a_request_that_is_aborted_after_a_failed_step_is_not_tried_alone():
-    model = Failing(MODELS["hybrid"], times=1)
-    engine = engine_for(model)
-    for name in ("a", "b"):
-        engine.add(greedy(name, [1, 2], 4))
-    assert engine.step() == []
-    assert engine.abort("a")
-    assert tokens_of(run(engine), "b") == expected_tokens(model.model, [1, 2], 4)
 
 
 @pytest.mark.parametrize(
@@ -606,9 +564,9 @@ def test_logits_that_are_not_numbers_end_their_request_alone(kind, drafts):
     engine.add(greedy("ends before", [*range(11), 0, 1], 9))
     engine.add(greedy("stops before", [*range(11), 0, 1], 20, stop_token_ids=(10,)))
     outputs = run(engine)
-    failed = {one.request_id: one.error for one in outputs if one.finish_reason == "error"}
-    assert set(failed) == set(prompts)
-    assert all("not numbers: the largest is nan" in error.found for error in failed.values())
+    assert set(failed(outputs)) == set(prompts)
+    errors = [one.error for one in outputs if one.error]
+    assert all("not numbers: the largest is nan" in error.found for error in errors)
     for name, prompt in prompts.items():
         assert tokens_of(outputs, name) == list(range(prompt[-1] + 1, 11))
     for name in ("ends before", "stops before"):
@@ -659,18 +617,6 @@ def test_closing_frees_the_pools():
         engine.step()
     with pytest.raises(ClosedError, match=r"Engine\.add"):
         engine.add(greedy("a", [1], 1))
-
-
-def test_stats_say_how_large_places_are():
-    class Sizes(ToyModel):
-        def memory_specs(self):
-            state = StateSpec({"s": (3,), "t": ()}, {"s": torch.float32, "t": torch.int64})
-            return [KVSpec(2, 5, torch.bfloat16), state, state]
-
-    stats = engine_for(Sizes()).stats()
-    assert stats.blocks.bytes_each == 2 * 4 * 2 * 5 * 2
-    assert stats.state_slots.bytes_each == 2 * (3 * 4 + 8)
-    assert stats.host_us == {}
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import jsonschema
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from inference_support.trained_tokenizers import Tokens, byte_level, unigram
 from pcomm.core.errors import ConfigError
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
@@ -24,48 +23,6 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-
-
-class Tokens:
-    """A trained tokenizer behind the protocol; the first id is a mark, the second one an end."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.eos_ids: Sequence[int] = (1,)
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def to_json(self) -> str:
-        return self.tokenizer.to_str()
-
-
-def byte_level() -> Tokens:
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([TEXT, json.dumps(SCHEMA)] * 3, trainer)
-    return Tokens(made)
-
-
-def unigram() -> Tokens:
-    made = tokenizers.Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=60, special_tokens=["<s>", "</s>", "<unk>"], unk_token="<unk>"
-    )
-    made.train_from_iterator([TEXT] * 3, trainer)
-    return Tokens(made)
 
 
 @dataclass(frozen=True)
@@ -117,9 +74,9 @@ def run(engine: Engine) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("made", [byte_level, unigram])
-def test_a_text_goes_on_behind_its_prompt_up_to_its_stop_string(made, drafts) -> None:
-    tokens = made()
+@pytest.mark.parametrize(("kind", "size"), [(byte_level, 300), (unigram, 60)])
+def test_a_text_goes_on_behind_its_prompt_up_to_its_stop_string(kind, size, drafts) -> None:
+    tokens = kind([TEXT], size)
     ids = [*tokens.encode(TEXT), 1]
     engine = engine_for(tokens, ids, speculative_tokens=drafts)
     stops = {"whole": (), "stop": (" did",), "early": ("at", "zz"), "late": ("there 🙂 at all!",)}
@@ -142,7 +99,7 @@ def test_a_text_goes_on_behind_its_prompt_up_to_its_stop_string(made, drafts) ->
 
 
 def test_grammars_run_beside_requests_without_one() -> None:
-    tokens = byte_level()
+    tokens = byte_level([TEXT, json.dumps(SCHEMA)], 300)
     engine = engine_for(tokens, speculative_tokens=2)
     schema, expression = json.dumps(SCHEMA), "(no|yes), (é|🙂){2,4}"
     wanted = {"schema": {"json_schema": schema}, "regex": {"regex": expression}, "free": {}}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from pcomm.inference.sampling.filters import edit_logits, edits
+from pcomm.inference.sampling.filters import edit_logits
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 
 PROMPT, OUTPUT = [3, 3, 16, 0], [5, 3, 5, 5, 1]
@@ -86,15 +86,3 @@ def test_ids_may_be_an_array_that_grows_again() -> None:
     # Memory that a tensor still looked at could not be resized.
     output.extend(range(1000))
     prompt.append(1)
-
-
-def test_what_is_an_edit() -> None:
-    assert not edits(SamplingParams(temperature=0.5, top_k=3, logprobs=2))
-    for one in (
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": -0.1},
-        {"frequency_penalty": 0.1},
-        {"min_tokens": 1},
-        {"logit_bias": {0: 0.5}},
-    ):
-        assert edits(SamplingParams(**one))

@@ -160,13 +160,8 @@ def test_log_probabilities_of_a_prompt_that_are_no_numbers_end_their_request(pla
     for name in ("does not", "other"):
         assert found[name][1] is None
         assert len(found[name][0]) == 3
-
-
-def test_a_prompt_with_such_a_row_is_computed_no_further() -> None:
-    model = Sums("attention")
-    engine = engine_for(model)
-    model.bad_rows = 10
-    engine.add(asked("asks", (1, 10, *PROMPT), prompt_logprobs=2))
+    # It is computed no further than the first such row.
+    engine.add(asked("at once", (1, 10, *PROMPT), prompt_logprobs=2))
     (output,) = engine.step()
     assert isinstance(output.error, NotFiniteLogitsError)
     assert not engine.has_work

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -273,18 +274,41 @@ def test_a_weight_that_the_embedding_keeps_and_one_that_two_layers_share() -> No
     assert first.weight_product is second.weight_product
 
 
-def test_torch_functions_around_a_packed_layer_are_refused() -> None:
-    model = two_layers()
-    state = model.state_dict()
-    pack_weights(model)
-    with pytest.raises(UnsupportedError, match=r"state_dict: 0\.weight of a linear layer"):
-        model.state_dict()
-    with pytest.raises(UnsupportedError, match=r"load_state_dict: 0\.weight"):
-        model.load_state_dict(state)
-    with pytest.raises(UnsupportedError, match="made for one processor"):
-        pickle.dumps(model)
-    with pytest.raises(UnsupportedError, match="no backward"):
-        model(torch.randn(3, 256, dtype=PACKED, requires_grad=True))
+def compiled(model: nn.Module) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        model(torch.randn(3, 256).to(PACKED))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (nn.Module.state_dict, UnsupportedError, r"state_dict: 0\.weight of a linear layer"),
+        (
+            lambda model: model.load_state_dict(two_layers().state_dict()),
+            UnsupportedError,
+            r"load_state_dict: 0\.weight",
+        ),
+        (pickle.dumps, UnsupportedError, "made for one processor"),
+        (
+            lambda model: model(torch.randn(3, 256, dtype=PACKED, requires_grad=True)),
+            UnsupportedError,
+            "no backward",
+        ),
+        (
+            lambda model: model(torch.randn(3, 256).double()),
+            ConfigError,
+            r"an input of torch\.float64",
+        ),
+        (compiled, UnsupportedError, "graph that is being traced"),
+    ],
+)
+def test_what_a_packed_layer_cannot_do_is_refused_by_name(
+    call: Callable[[nn.Module], object], error: type[Exception], words: str
+) -> None:
+    pack_weights(model := two_layers())
+    with pytest.raises(error, match=words):
+        call(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -297,21 +321,6 @@ def test_a_bias_that_changes_is_added() -> None:
     assert (model[0](x) - before).min() > 98
     model[0].bias = None
     assert (model[0](x) - before).abs().max() < 2
-
-
-def test_other_dtypes_and_compilers_are_refused_by_name() -> None:
-    model = two_layers()
-    pack_weights(model)
-    with pytest.raises(ConfigError, match=r"an input of torch\.float64"):
-        model(torch.randn(3, 256).double())
-
-    def compiling() -> bool:
-        return True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", compiling)
-        with pytest.raises(UnsupportedError, match="graph that is being traced"):
-            model(torch.randn(3, 256).to(PACKED))
 
 
 @packs_bf16

@@ -58,6 +58,9 @@ def test_a_model_with_states_begins_at_a_snapshot():
     own = cache.keep([1, 2, 3, 4], snapshots=[2])
     assert cache.find([1, 2, 3, 5]) == PrefixHit(2, tuple(own[:2]), 1, 3)
     assert cache.find([1, 5]) == PrefixHit(num_known=1)
+    # Not given up while it is in use.
+    assert not cache.cache.free_snapshot(keep=1)
+    assert cache.cache.free_snapshot()
 
 
 def test_a_recurrent_model_has_snapshots_alone():
@@ -109,14 +112,6 @@ def test_the_snapshot_that_saves_least_work_is_given_up_first():
     assert cache.find([1, 2, 3, 4, 5, 6, 7, 8, 9]).num_tokens == 8
 
 
-def test_a_snapshot_in_use_is_not_given_up():
-    cache = Cache(num_slots=1)
-    cache.keep([1], snapshots=[1])
-    assert not cache.cache.free_snapshot(keep=1)
-    assert cache.find([1]).num_tokens == 1
-    assert cache.cache.free_snapshot()
-
-
 def test_blocks_without_a_snapshot_go_first_where_one_is_needed():
     cache = Cache(num_blocks=4, num_slots=1)
     cache.keep([1, 2], snapshots=[2])
@@ -147,15 +142,10 @@ def test_old_entries_of_the_queue_lapse_and_are_dropped():
     assert len(queue._heap) <= 70
     # The last credits are equal, so the order is that of use.
     assert [queue.pop(), queue.pop(), queue.pop()] == ["a", "b", None]
-
-
-def test_worth_ages():
-    newest = {}
-    queue = EvictionQueue(lambda entry, number: newest[entry] == number)
+    # Worth ages: three entries of worth 1 are given up before one of worth 3 that is not used.
     newest["worthy"] = queue.put("worthy", 3.0, queue.use())
     given_up = []
     for number in range(5):
         newest[number] = queue.put(number, 1.0, queue.use())
         given_up.append(queue.pop())
-    # Three entries of worth 1 are given up before one of worth 3 that is not used.
     assert given_up == [0, 1, "worthy", 2, 3]

@@ -12,54 +12,39 @@ KIB, MIB = 2**10, 2**20
 CPU = torch.device("cpu")
 
 
-def test_a_token_of_an_8b_llama_keeps_128_kib() -> None:
-    specs = [KVSpec(heads=8, head_dim=128, dtype=torch.bfloat16)] * 32
+LLAMA = [KVSpec(heads=8, head_dim=128, dtype=torch.bfloat16)] * 32
+QWEN = [StateSpec({"state": (32, 128, 128)}, {"state": torch.float32})] * 36
+
+
+@pytest.mark.parametrize(
+    ("specs", "weights", "requests", "kept", "new", "moved", "at_4_3_tb_per_s"),
+    [
+        # 8B in bf16 keep 128 KiB of a token, and take 3.73 ms, as is published.
+        ([*LLAMA, None], 16_060_000_000, 2, 1024, 2, (1026 * 128 * KIB, 0), 3.77),
+        # A batch of 256 takes 9.0 ms; each request has 144 MiB of states.
+        (QWEN, 0, 256, 5 * 256, 256, (0, 256 * 144 * MIB), 9.0),
+        # Chunks of prompts write as many keys as they have tokens.
+        ([KVSpec(2, 8, torch.float32)], 0, 2, 10, 6, (16 * 2 * 2 * 8 * 4, 0), 0.0),
+    ],
+)
+def test_bytes_of_a_step_are_those_of_its_layers(
+    specs, weights, requests, kept, new, moved, at_4_3_tb_per_s
+) -> None:
     found = step_bytes(
-        KeptBytes.of([*specs, None]),
-        weights=16_060_000_000,
-        num_requests=2,
-        kept_tokens=1024,
-        new_tokens=2,
-        num_logits=2 * 128_256,
+        KeptBytes.of(specs),
+        weights=weights,
+        num_requests=requests,
+        kept_tokens=kept,
+        new_tokens=new,
+        num_logits=requests * 1000,
         logits_dtype=torch.bfloat16,
     )
-    assert found.keys_values == (1024 + 2) * 128 * KIB
-    assert found.states == 0
-    assert found.logits == 2 * 128_256 * 2
-    assert found.total == found.weights + found.keys_values + found.logits
-    # 8B in bf16 at 4.3 TB/s are 3.73 ms, as is published.
-    assert 1e3 * found.weights / 4.3e12 == pytest.approx(3.73, abs=0.01)
-
-
-def test_a_request_of_a_qwen3_next_moves_144_mib_of_states() -> None:
-    shapes, dtypes = {"state": (32, 128, 128)}, {"state": torch.float32}
-    found = step_bytes(
-        KeptBytes.of([StateSpec(shapes, dtypes)] * 36),
-        weights=0,
-        num_requests=256,
-        kept_tokens=5 * 256,
-        new_tokens=256,
-        num_logits=0,
-        logits_dtype=torch.float32,
-    )
-    assert found.states == 256 * 144 * MIB
-    # A batch of 256 takes 9.0 ms at 4.3 TB/s.
-    assert 1e3 * found.total / 4.3e12 == pytest.approx(9.0, abs=0.05)
+    assert (found.keys_values, found.states) == moved
+    assert found.logits == requests * 1000 * 2
+    assert found.total == weights + sum(moved) + found.logits
+    assert 1e3 * found.total / 4.3e12 == pytest.approx(at_4_3_tb_per_s, abs=0.05)
     halo = StateSpec({"a": (3, 10), "b": (7,)}, {"a": torch.bfloat16, "b": torch.float32})
     assert KeptBytes.of([halo, None]) == KeptBytes(per_token=0, per_request=60 + 28)
-
-
-def test_chunks_of_prompts_write_as_many_keys_as_they_have_tokens() -> None:
-    found = step_bytes(
-        KeptBytes.of([KVSpec(2, 8, torch.float32)]),
-        weights=0,
-        num_requests=2,
-        kept_tokens=10,
-        new_tokens=6,
-        num_logits=0,
-        logits_dtype=torch.float32,
-    )
-    assert found.keys_values == 16 * 2 * 2 * 8 * 4
 
 
 def test_tied_weights_count_once() -> None:

@@ -54,9 +54,3 @@ def test_text_that_may_not_stop_is_shown_even_where_it_holds_a_stop_string() -> 
     assert matcher.push("x y") == ""
     assert matcher.is_stopped
     assert matcher.flush() == ""
-
-
-def test_without_stop_strings_nothing_is_held_back() -> None:
-    matcher = StopMatcher([])
-    assert matcher.push("abc") == "abc"
-    assert matcher.flush() == ""

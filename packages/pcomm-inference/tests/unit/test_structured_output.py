@@ -4,14 +4,12 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Sequence
 
 import jsonschema
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from inference_support.trained_tokenizers import Tokens, byte_level
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference.engine.request import Request
 from pcomm.inference.sampling import grammars
@@ -38,36 +36,13 @@ SCHEMA = {
 }
 
 
-class Tokens:
-    """A trained byte-level tokenizer behind the protocol."""
-
-    eos_ids: Sequence[int] = (END,)
-
-    def __init__(self) -> None:
-        self._tokenizer = tokenizers.Tokenizer(models.BPE())
-        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=["<|pad|>", "<|end|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        self._tokenizer.train_from_iterator([json.dumps(SCHEMA), "hello world"] * 3, trainer)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def to_json(self) -> str:
-        return self._tokenizer.to_str()
+def trained() -> Tokens:
+    return byte_level([json.dumps(SCHEMA), "hello world"], 400)
 
 
 @pytest.fixture(scope="module")
 def tokens() -> Tokens:
-    return Tokens()
+    return trained()
 
 
 @pytest.fixture
@@ -123,11 +98,6 @@ def test_random_logits_give_what_the_schema_or_the_expression_says(tokens, compi
     assert len(set(found)) > 30
 
 
-def test_the_schema_that_allows_anything_is_one(compiler) -> None:
-    for text in ("true", "{}"):
-        assert compiler.compile(SamplingParams(json_schema=text)) is not None
-
-
 # Both kinds of vocabularies: with whole words of 32 bits, and with a part of one.
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 416])
 def test_an_end_is_allowed_exactly_where_the_text_may_end(tokens, vocabulary) -> None:
@@ -180,8 +150,9 @@ def test_requests_with_the_same_grammar_go_their_own_ways(tokens, compiler) -> N
     one.accept(tokens.encode("a")[0])
     other.accept(tokens.encode("c")[0])
     assert not torch.equal(one.allowed_words(), other.allowed_words())
-    with pytest.raises(UnsupportedError, match="doesn't satisfy the grammar"):
+    with pytest.raises(UnsupportedError, match="doesn't satisfy the grammar") as caught:
         one.accept(tokens.encode("c")[0])
+    assert len(str(caught.value).splitlines()) == 3
     other.accept(tokens.encode("d")[0])
     assert other.is_finished
 
@@ -195,7 +166,7 @@ def test_a_grammar_is_for_its_settings_and_its_model_alone(tokens, compiler) -> 
     for wrong in (SamplingParams(), SamplingParams(regex="a"), SamplingParams(json_schema="{}")):
         with pytest.raises(ConfigError, match="other settings"):
             grammar.check(wrong, tokens, VOCABULARY)
-    for other in ((Tokens(), VOCABULARY), (tokens, VOCABULARY + 1), (None, VOCABULARY)):
+    for other in ((trained(), VOCABULARY), (tokens, VOCABULARY + 1), (None, VOCABULARY)):
         with pytest.raises(ConfigError, match="another tokenizer or vocabulary"):
             grammar.check(params, *other)
 
@@ -227,6 +198,7 @@ def test_a_request_goes_to_another_process_without_its_compiled_grammar(compiler
         ({"json_schema": '{"items": ' * 900 + "{}" + "}" * 900}, "recursion"),
         ({"json_schema": '{"multipleOf": 1' + "0" * 400 + "}"}, "multipleOf inf"),
         ({"json_schema": '{"multipleOf": true}'}, ""),
+        ({"json_schema": '{"const": ""}'.ljust(65_537)}, "65537 bytes"),
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-ahead"),
     ],
@@ -236,6 +208,11 @@ def test_what_cannot_be_compiled_is_an_error_with_the_reason(compiler, settings,
         compiler.compile(SamplingParams(**settings))
     # The next request is not affected.
     assert compiler.compile(SamplingParams(regex="a")) is not None
+
+
+@pytest.mark.parametrize("schema", ["true", "{}", '{"const": ""}'.ljust(65_536)])
+def test_schemas_of_any_text_and_of_64_kib_are_compiled(compiler, schema) -> None:
+    assert compiler.compile(SamplingParams(json_schema=schema)) is not None
 
 
 @pytest.mark.parametrize(
@@ -264,23 +241,6 @@ def test_schemas_whose_automaton_is_too_large_are_not_compiled(compiler, fits, a
             compiler.compile(SamplingParams(json_schema=json.dumps(build(above))))
 
 
-def test_a_schema_has_at_most_64_kib(compiler) -> None:
-    for length, fails in ((65_536, False), (65_537, True)):
-        text = '{"const": ""}'.ljust(length)
-        if fails:
-            with pytest.raises(ConfigError, match="65537 bytes"):
-                compiler.compile(SamplingParams(json_schema=text))
-        else:
-            assert compiler.compile(SamplingParams(json_schema=text)) is not None
-
-
-def test_an_error_on_the_way_is_one_line_of_the_parser(compiler, tokens) -> None:
-    state = compiler.compile(SamplingParams(regex="ab")).begin()
-    with pytest.raises(UnsupportedError) as caught:
-        state.accept(tokens.encode("c")[0])
-    assert len(str(caught.value).splitlines()) == 3
-
-
 @pytest.mark.parametrize(("number", "again"), [(16, 0), (17, 1)])
 def test_few_grammars_are_kept(compiler, monkeypatch, number, again) -> None:
     compiled = []
@@ -301,11 +261,9 @@ def test_what_is_missing_is_an_error_of_requests_with_a_grammar_alone(tokens, mo
         eos_ids = (END,)
         encode, decode = tokens.encode, tokens.decode
 
-    class Endless(Tokens):
-        eos_ids = ()
-
+    endless = Tokens(tokens.tokenizer, eos_ids=())
     wrong = [(None, ConfigError, "without tokenizer"), (Bare(), UnsupportedError, "to_json")]
-    for tokenizer, kind, text in [*wrong, (Endless(), ConfigError, "end token")]:
+    for tokenizer, kind, text in [*wrong, (endless, ConfigError, "end token")]:
         compiler = GrammarCompiler(tokenizer, VOCABULARY)
         assert compiler.compile(SamplingParams()) is None
         with pytest.raises(kind, match=text):

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from inference_support.trained_tokenizers import Tokens, byte_fallback, byte_level, unigram
 from pcomm.inference.text import TextStream
 
 CORPUS = [
@@ -16,87 +15,17 @@ CORPUS = [
     "naïve café — “quoted” €5 🙂🙂 👩‍👩‍👧 🇩🇪",
     "def f(x): return {'a': [1, 2], 'b': x}",
 ]
-ALPHABET = sorted(set("".join(CORPUS)) | set("\n<|>�"))
-
-
-class Tokens:
-    """The protocol around a tokenizer of the library; it counts the tokens that it decodes."""
-
-    eos_ids: Sequence[int] = ()
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.decoded = 0
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        self.decoded += len(ids)
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-def byte_level() -> tokenizers.Tokenizer:
-    """Bytes and merges, as GPT-2, Llama 3 and Qwen have them; merges may end within characters."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(CORPUS * 3, trainer)
-    return made
-
-
-def unigram() -> tokenizers.Tokenizer:
-    """SentencePiece's kind: a mark stands for each space, that of the first word is dropped."""
-    made = tokenizers.Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200,
-        special_tokens=["<s>", "<unk>"],
-        unk_token="<unk>",
-        initial_alphabet=["▁", *ALPHABET],
-        show_progress=False,
-    )
-    made.train_from_iterator(CORPUS * 3, trainer)
-    return made
-
-
-def byte_fallback() -> tokenizers.Tokenizer:
-    """Llama 2's kind: characters that are no token are tokens of bytes."""
-    words = ["<unk>", "<s>", "▁", *"abcdehimnost.,", "▁t", "th", "▁th", "▁the"]
-    words += [f"<0x{byte:02X}>" for byte in range(256)]
-    merges = [("▁", "t"), ("t", "h"), ("▁t", "h"), ("▁th", "e")]
-    ids = {word: number for number, word in enumerate(words)}
-    made = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
-    made.add_special_tokens(["<unk>", "<s>"])
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return made
 
 
 @pytest.fixture(scope="module", params=[byte_level, unigram, byte_fallback])
 def tokens(request) -> Tokens:
-    return Tokens(request.param())
+    make = request.param
+    return make() if make is byte_fallback else make(CORPUS)
 
 
 @pytest.fixture(scope="module")
 def byte_tokens() -> Tokens:
-    return Tokens(byte_level())
+    return byte_level(CORPUS)
 
 
 def deltas(tokens: Tokens, ids: Sequence[int], stop: Sequence[str] = ()) -> list[str]:
@@ -141,7 +70,7 @@ def test_prompt_and_text_together_are_the_decoded_whole(tokens, data, words) -> 
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_prompt_of_single_bytes_is_looked_at_from_the_begin_of_a_character(cut: int) -> None:
-    tokens = Tokens(byte_fallback())
+    tokens = byte_fallback()
     text = "👩‍👩‍👧" * 4
     ids = tokens.encode(text)
     # Some 4 and 3 bytes: prompts whose last tokens begin within a character, and others.
@@ -206,7 +135,7 @@ def _byte_alphabet() -> list[str]:
 
 def test_whole_characters_among_single_bytes_stay_as_they_are() -> None:
     # The library makes U+FFFD of all bytes in a row, when the last of them is wrong.
-    tokens = Tokens(byte_fallback())
+    tokens = byte_fallback()
     byte = {value: tokens.tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)}
     ids = [byte[value] for value in "é中".encode()] + [byte[0xE4]] + tokens.encode("a")[-1:]
     assert deltas(tokens, ids) == ["", "é", "", "", "中", "", "�a", ""]
@@ -237,15 +166,3 @@ def test_min_tokens_is_for_stop_strings_too(byte_tokens) -> None:
         text = "".join(stream.push(token_id).text for token_id in ids) + stream.flush()
         assert text == expected
         assert stream.is_stopped == (min_tokens < 6)
-
-
-def test_nothing_follows_a_stop_string(byte_tokens) -> None:
-    stream = TextStream(byte_tokens, ["b"])
-    found = [stream.push(byte_tokens.encode(letter)[0]) for letter in "abcd"]
-    assert [(one.text, one.is_stopped) for one in found] == [
-        ("a", False),
-        ("", True),
-        ("", True),
-        ("", True),
-    ]
-    assert stream.flush() == ""

@@ -13,7 +13,6 @@ from transformers.generation.logits_process import (
 from pcomm.inference.sampling.filters import (
     candidates,
     filter_tokens,
-    filters,
     least_of_top,
     likeliest_first,
 )
@@ -86,14 +85,6 @@ def test_tokens_whose_mass_is_exactly_top_p_are_enough() -> None:
     assert kept == [[0], [0, 1], [0, 1, 2]]
 
 
-def test_tokens_that_are_forbidden_are_not_kept() -> None:
-    logits_RV = torch.full((3, 40), -torch.inf)
-    logits_RV[:, 30] = -5.0
-    logits_RV[:, 20] = -6.0
-    params = [SamplingParams(**one) for one in ({"top_k": 10}, {"top_p": 0.999}, {"min_p": 1e-9})]
-    assert by_us(logits_RV, params).isfinite().sum(1).tolist() == [2, 2, 2]
-
-
 @pytest.mark.parametrize("number", [1, 2, 118, 119, 200, 4748, 9496, 9497, 151_936, 10**6])
 def test_the_bound_of_the_likeliest_is_reached_by_enough_and_by_few_more(number: int) -> None:
     # 118 tokens and fewer are found with blocks of more than 128, which are cut to 64; from 9,497
@@ -112,9 +103,3 @@ def test_candidates_are_sorted_and_rows_without_any_are_empty() -> None:
     assert ids.tolist() == [[1, 3, 2], [0, 0, 0], [0, 0, 0]]
     assert x[0].tolist() == [3.0, 3.0, 2.0]
     assert (x[1:] == -torch.inf).all()
-
-
-def test_what_is_a_filter() -> None:
-    assert not filters(SamplingParams())
-    for one in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}):
-        assert filters(SamplingParams(**one))

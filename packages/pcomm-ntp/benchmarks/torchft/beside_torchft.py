@@ -138,10 +138,7 @@ class Job:
         self._processes[replica].wait()
         return self._wait_for(
             lambda: recovery_of(
-                self.attempts(),
-                killed_at_s=killed_at_s,
-                victim=replica,
-                members=self._replicas - 1,
+                self.attempts(), killed_at_s=killed_at_s, victim=replica, members=self._replicas - 1
             ),
             "a step without the killed one",
             spared=replica,
@@ -210,10 +207,7 @@ def main() -> None:
     rows: list[Row] = []
     for limits in _LIMITS:
         found = measure(
-            arguments.python.absolute(),
-            limits,
-            replicas=arguments.replicas,
-            kills=arguments.kills,
+            arguments.python.absolute(), limits, replicas=arguments.replicas, kills=arguments.kills
         )
         rows += rows_of(limits, found, arguments.replicas)
     print("\n".join(lines_of(rows)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ntp_support.virtual_groups import run_on_virtual_groups
+from pcomm.core.groups.group import Group
 from pcomm.core.groups.open_groups import Groups
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.tensor_parallel import ParamLayout, take_shard
@@ -115,6 +116,21 @@ class LogicalState:
             else:
                 found[name] = take_shard(whole, own.layout, place.index, dim=own.dim).clone()
         return found
+
+    def arguments(
+        self, old: NtpPlan, new: NtpPlan, group: Group, rank: int, holders: Collection[int]
+    ) -> dict[str, Any]:
+        """Arguments of `redistribute`; a rank that holds state has its shards of the old plan."""
+        return {
+            "old": old,
+            "new": new,
+            "group": group,
+            "rank": rank,
+            "source": self.shards(old, rank) if rank in holders else {},
+            "target": unset(self.shards(new, rank)),
+            "param_layouts": self.layouts(new, rank),
+            "holders": holders,
+        }
 
 
 def alive(plan: NtpPlan) -> tuple[int, ...]:

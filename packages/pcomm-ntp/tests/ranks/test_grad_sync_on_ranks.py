@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,10 +14,9 @@ from ntp_support.small_training import (
     training_units,
 )
 from ntp_support.tagged_sums import TaggedModel, summed_gradients, tagged_units, tags
-from pcomm.core import Collectives, Group, Groups, Topology, open_groups
+from pcomm.core import Group, Topology, open_groups
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.control import default_control
-from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.tensor_parallel import ParamLayout, take_shard
 from pcomm.core.testing import ranks
 from pcomm.ntp import Coord, Failures, GradSync, NtpPlan, Units, grad_groups, plan
@@ -33,11 +30,7 @@ DOWN = Failures.at(Coord(dp=1, tp=1), Coord(dp=1, tp=2))
 WEIGHTS = (0.5, 2.0)
 
 
-def opened(
-    made: NtpPlan,
-    specs: list[GroupSpec],
-    collectives: Callable[[Group], Collectives] | None = None,
-) -> Groups:
+def opened(made, specs, collectives=None):
     """Groups of the ranks that are left."""
     return open_groups(
         made.topology,

@@ -9,13 +9,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ntp_support.logical_state import LogicalState, state_units, unset
-from pcomm.core import Group, Groups, Topology, open_groups
+from pcomm.core import Groups, Topology, open_groups
 from pcomm.core.checkpoint import ShardLoadPlanner, ShardSavePlanner
 from pcomm.core.control import default_control
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing import assert_equal, ranks
 from pcomm.ntp import Coord, Failures, NtpPlan, Units, plan
-from pcomm.ntp.redistribute import Moved, redistribute, shard_views
+from pcomm.ntp.redistribute import redistribute, shard_views
 
 WAIT_S = 3600.0
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
@@ -36,31 +36,14 @@ def opened(*specs: GroupSpec) -> Groups:
     return open_groups(TOPOLOGY, specs, control=default_control(range(4)), timeout_s=WAIT_S)
 
 
-def assert_moved(
-    whole: LogicalState,
-    old: NtpPlan,
-    new: NtpPlan,
-    group: Group,
-    source: dict[str, Tensor],
-    round_bytes: int,
-) -> tuple[dict[str, Tensor], Moved]:
+def assert_moved(whole, old, new, group, source, round_bytes):
     rank = group.ranks[group.rank]
-    target = unset(whole.shards(new, rank))
-    found = redistribute(
-        old,
-        new,
-        group,
-        rank=rank,
-        source=source,
-        target=target,
-        param_layouts=whole.layouts(new, rank),
-        holders={0, 1, 2},
-        round_bytes=round_bytes,
-    )
+    arguments = whole.arguments(old, new, group, rank, {0, 1, 2}) | {"source": source}
+    found = redistribute(**arguments, round_bytes=round_bytes)
     for name, x in whole.shards(new, rank).items():
-        assert_equal(target[name], x)
+        assert_equal(arguments["target"][name], x)
     assert found.bytes_received == found.bytes_least
-    return target, found
+    return arguments["target"], found
 
 
 @ranks(4)

@@ -7,7 +7,6 @@ import multiprocessing as mp
 import signal
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,9 +172,7 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
 
 
 @pytest.mark.parametrize(("gone", "saves"), [(0, True), (1, False)])
-def test_ranks_that_cannot_go_on_save_what_they_hold_before_the_error(
-    gone: int, saves: bool, tmp_path: Path
-) -> None:
+def test_ranks_that_cannot_go_on_save_what_they_hold_before_the_error(gone, saves, tmp_path):
     # Each of the two ranks along cp has all units; none can take the place of the other.
     topology, left = Topology({"dp": 1, "cp": 2, "tp": 1}), 1 - gone
     options = {"at_end": partial(save_state, folder=tmp_path)} if saves else {}
@@ -191,9 +188,7 @@ def test_ranks_that_cannot_go_on_save_what_they_hold_before_the_error(
 
 
 @pytest.mark.parametrize("dies", [None, 1])
-def test_a_tensor_parallel_group_that_is_left_of_those_of_a_replica_saves(
-    dies: int | None, tmp_path: Path
-) -> None:
+def test_a_tensor_parallel_group_that_is_left_of_those_of_a_replica_saves(dies, tmp_path):
     topology = Topology({"dp": 1, "cp": 2, "tp": 2})
     options = {"at_end": partial(save_state, folder=tmp_path, dies=dies)}
     with ResilientRanks(4, preload=PRELOAD) as ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,8 @@ def layers(plan: NtpPlan, groups: Groups, rank: int, *, seed: int = 0) -> nn.Seq
 
 
 def train(
-    store: Callable[[], dist.Store],
-    rank: int,
-    build: Callable[[NtpPlan, Groups, int], TrainState],
-    *,
-    axes: tuple[int, int] = (2, 1),
-    gone: Iterable[int] = (),
-    until: int = 3,
-    max_norm: float | None = None,
-    each_step: Callable[[Session], None] = lambda _: None,
-) -> dict[str, Tensor]:
+    store, rank, build, *, axes=(2, 1), gone=(), until=3, max_norm=None, each_step=lambda _: None
+):
     """Train, and return this rank's parameters."""
     topology = Topology(dict(zip(("dp", "tp"), axes, strict=True)))
     failures = Failures.from_global_ranks([*gone])
@@ -89,9 +81,7 @@ class Cases:
         path = str(self._folder / str(next(self._numbers)))
         return train(lambda: dist.FileStore(path, -1), self.rank, build, **options)
 
-    def fails(
-        self, match: str, build: Callable[[NtpPlan, Groups, int], TrainState], **options: Any
-    ) -> None:
+    def fails(self, match, build, **options):
         """All ranks end with an error, and one at least with this one.
 
         A rank that hears that another one has left while it agrees may see that first.
@@ -225,9 +215,7 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
 
 
 @ranks(2)
-def test_a_state_that_does_not_arrive_as_it_was_is_not_taken_over(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_state_that_does_not_arrive_as_it_was_is_not_taken_over(rank, tmp_path):
     cases, whole = Cases(rank, tmp_path), state_transfer.redistribute
 
     def spoiled(*arguments: Any, target: dict[str, Tensor], **options: Any) -> Moved:
@@ -252,9 +240,7 @@ def test_a_state_that_does_not_arrive_as_it_was_is_not_taken_over(
 
 
 @ranks(2)
-def test_state_that_could_not_move_is_found_before_the_first_step(
-    rank: int, tmp_path: Path
-) -> None:
+def test_state_that_could_not_move_is_found_before_the_first_step(rank, tmp_path):
     cases = Cases(rank, tmp_path)
 
     def averaged(is_persistent: bool) -> Callable[..., TrainState]:

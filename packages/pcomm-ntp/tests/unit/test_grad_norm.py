@@ -25,9 +25,7 @@ STRATEGIES: tuple[Strategy, ...] = ("interval", "gather-core")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("degrees", [(4, 3), (2, 3, 1)], ids=str)
-def test_the_norm_counts_every_element_once_and_has_the_same_bits(
-    degrees: tuple[int, ...], strategy: Strategy
-) -> None:
+def test_the_norm_counts_every_element_once_and_has_the_same_bits(degrees, strategy):
     weights = dict.fromkeys(range(len(degrees)), 0.3)
     expected = summed_gradients(weights, seed=3)
     whole = [one.clone().requires_grad_() for one in expected.values()]

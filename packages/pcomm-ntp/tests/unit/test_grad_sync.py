@@ -31,9 +31,7 @@ DEGREES = [(4, 3), (3, 4), (4, 2), (3, 2, 4), (2, 3, 1), (3, 2), (3, 3), (1, 1),
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_every_element_is_the_weighted_sum_of_all_replicas(
-    degrees: tuple[int, ...], strategy: Strategy
-) -> None:
+def test_every_element_is_the_weighted_sum_of_all_replicas(degrees, strategy):
     """Bitwise: integers with weights that are powers of two. Covers every class of parameter.
 
     So also what the public implementation gets wrong: row-parallel weights, column-parallel ones in

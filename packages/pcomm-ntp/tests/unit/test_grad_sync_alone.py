@@ -12,10 +12,7 @@ from torch import nn
 
 from ntp_support.sync_alone import plan_alone, sync_alone
 from ntp_support.tagged_sums import tags
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-)
+from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.ntp import GradSync
 
 

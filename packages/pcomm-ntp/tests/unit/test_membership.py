@@ -103,9 +103,7 @@ def test_a_newcomer_with_which_no_generation_is_complete_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(
-    is_replaced: bool,
-) -> None:
+def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(is_replaced: bool) -> None:
     store = dist.HashStore()
     ranks = (0, 1, 2) if is_replaced else (0, 1)
     own = {r: Membership(lambda: store, min(r, 1), (0, 1), (0, 1), {}, Timeouts()) for r in ranks}
@@ -124,7 +122,7 @@ def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(
         if is_replaced:
             entered.result()
     assert own[0].ranks == ((0, 1) if is_replaced else (0,))
-    own[0].settle()
+    own[0].note_complete()
     with pytest.raises(FencedError, match="generation 2 has begun"):
         own[1].form_quorum("it goes on", RankState(0))
     for one in own.values():
@@ -139,7 +137,7 @@ def test_keys_of_generations_that_are_over_are_deleted() -> None:
     for _ in range(4):
         member.form_quorum("a test", RankState(member.number))
         member.control().agree("a topic", ["a line"])
-        member.settle()
+        member.note_complete()
         counts.append(len(store.list_keys()))
     # What a process looks for that slept meanwhile: flag, decision, and the ranks of each.
     assert [after - before for before, after in itertools.pairwise(counts)] == [3] * 3

@@ -226,9 +226,7 @@ def test_no_cut_lets_the_slowest_rank_be_done_sooner(rates: list[Fraction], more
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(speeds, min_size=1, max_size=40), st.integers(0, 100_000))
-def test_a_cut_depends_on_ratios_alone_and_follows_the_speeds(
-    rates: list[Fraction], more: int
-) -> None:
+def test_a_cut_depends_on_ratios_alone_and_follows_the_speeds(rates, more):
     count = len(rates) + more
     own = cuts(count, rates)
     assert own == cuts(count, [rate / 7 for rate in rates])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,9 +18,7 @@ UNITS = state_units(5)
 FC1, OUT = "model.layers.0.fc1.weight", "optimizer.exp_avg.layers.0.out.weight"
 
 
-def found_by(
-    change: Callable[[int, dict[str, Tensor]], None] = lambda *_: None, *, is_exact: bool = True
-) -> str | None:
+def found_by(change=lambda *_: None, *, is_exact=True):
     """What all ranks of two replicas of degrees 3 and 2 find, whose shards `change` spoils."""
     made = plan(Topology({"dp": 2, "tp": 3}), Failures.at(Coord(dp=1, tp=1)), UNITS)
     whole = LogicalState.random(UNITS)
@@ -45,9 +41,7 @@ def found_by(
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
-def test_shards_of_one_state_agree_and_one_element_is_found(
-    monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_shards_of_one_state_agree_and_one_element_is_found(monkeypatch, chunk):
     monkeypatch.setattr(checksums, "_CHUNK", chunk)
     assert found_by() is None
 
@@ -72,9 +66,7 @@ def test_rows_at_each_others_place_are_found_and_the_rank_is_named() -> None:
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.complex64])
 @pytest.mark.parametrize(("by", "is_found"), [(1e-5, False), (1e-2, True)])
-def test_rounding_of_many_steps_is_allowed_where_numbers_are_not_new(
-    by: float, is_found: bool, kind: torch.dtype
-) -> None:
+def test_rounding_of_many_steps_is_allowed_where_numbers_are_not_new(by, is_found, kind):
     # Half the digits of fp32 are 3.5e-4, also of complex numbers of two.
     def drift(rank: int, shards: dict[str, Tensor]) -> None:
         if kind is torch.complex64:

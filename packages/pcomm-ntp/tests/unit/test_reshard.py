@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from ntp_support.logical_state import (
-    LogicalState,
-    alive,
-    on_living_ranks,
-    state_units,
-    unset,
-)
+from ntp_support.logical_state import LogicalState, alive, on_living_ranks, state_units
 from pcomm.core import Topology
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.groups.open_groups import Groups
@@ -26,37 +19,18 @@ from pcomm.ntp.redistribute import Moved, redistribute
 UNITS = state_units(5)
 
 
-def assert_resharded(
-    old: NtpPlan,
-    new: NtpPlan,
-    *,
-    newcomers: Collection[int] = (),
-    state: LogicalState | None = None,
-    round_bytes: int = 1 << 20,
-) -> dict[int, Moved]:
+def assert_resharded(old, new, *, newcomers=(), state=None, round_bytes=1 << 20):
     """Reshard, compare every tensor of every rank bit by bit, and bytes with what was lacking."""
     whole = state or LogicalState.random(UNITS, stages=old.topology.axes.get("pp", 1))
     holders = (set(alive(old)) & set(alive(new))) - set(newcomers)
 
     def task(rank: int, groups: Groups) -> Moved:
-        source = whole.shards(old, rank) if rank in holders else {}
-        expected = whole.shards(new, rank)
-        target = unset(expected)
-        layouts = whole.layouts(new, rank)
-        if not layouts and source:
-            layouts = whole.layouts(old, rank)
-        group = groups["all"]
-        found = redistribute(
-            old,
-            new,
-            group,
-            rank=rank,
-            source=source,
-            target=target,
-            param_layouts=layouts,
-            holders=holders,
-            round_bytes=round_bytes,
-        )
+        group, expected = groups["all"], whole.shards(new, rank)
+        arguments = whole.arguments(old, new, group, rank, holders)
+        source, target = arguments["source"], arguments["target"]
+        if not arguments["param_layouts"] and source:
+            arguments["param_layouts"] = whole.layouts(old, rank)
+        found = redistribute(**arguments, round_bytes=round_bytes)
         assert set(target) == set(expected)
         for name, x in expected.items():
             assert_equal(target[name], x)
@@ -175,17 +149,7 @@ def test_no_message_is_longer_than_a_round() -> None:
     def task(rank: int, groups: Groups) -> int:
         watched = Longest(groups["all"].collectives)
         group = groups["all"].with_collectives(watched)
-        redistribute(
-            full,
-            less,
-            group,
-            rank=rank,
-            source=whole.shards(full, rank),
-            target=unset(whole.shards(less, rank)),
-            param_layouts=whole.layouts(less, rank),
-            holders=holders,
-            round_bytes=200,
-        )
+        redistribute(**whole.arguments(full, less, group, rank, holders), round_bytes=200)
         return watched.longest
 
     assert 100 < max(on_living_ranks(less, task).values()) <= 200
@@ -197,20 +161,12 @@ def test_tensors_that_stay_are_not_copied() -> None:
     whole, holders = LogicalState.random(UNITS), set(alive(less))
 
     def task(rank: int, groups: Groups) -> None:
-        source, target = whole.shards(full, rank), unset(whole.shards(less, rank))
+        arguments = whole.arguments(full, less, groups["all"], rank, holders)
+        source, target = arguments["source"], arguments["target"]
         if rank < 3:
-            target = dict(source)
+            target.update(source)
             versions = {name: x._version for name, x in source.items()}
-        redistribute(
-            full,
-            less,
-            groups["all"],
-            rank=rank,
-            source=source,
-            target=target,
-            param_layouts=whole.layouts(less, rank),
-            holders=holders,
-        )
+        redistribute(**arguments)
         for name, x in whole.shards(less, rank).items():
             assert_equal(target[name], x)
             if rank < 3:

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from ntp_support.logical_state import (
-    LogicalState,
-    alive,
-    on_living_ranks,
-    state_units,
-    unset,
-)
+from ntp_support.logical_state import LogicalState, alive, on_living_ranks, state_units
 from pcomm.core import Layout, Topology
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.errors import (
@@ -30,7 +25,7 @@ from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp import Coord, Failures, NtpPlan, Units, plan
 from pcomm.ntp.redistribute import StateLostError, redistribute
 
-UNITS = state_units(5)
+UNITS, TOPOLOGY = state_units(5), Topology({"dp": 2, "tp": 3})
 
 
 def planned(topology: Topology, *down: Coord, **options: Any) -> NtpPlan:
@@ -39,21 +34,11 @@ def planned(topology: Topology, *down: Coord, **options: Any) -> NtpPlan:
 
 def failures_of(change: Callable[[int, dict[str, Any]], None]) -> dict[int, Exception]:
     """What every rank raises if `change` spoils the arguments of some; nothing may be sent."""
-    topology = Topology({"dp": 2, "tp": 3})
-    old, new = planned(topology), planned(topology, Coord(dp=1, tp=2))
+    old, new = planned(TOPOLOGY), planned(TOPOLOGY, Coord(dp=1, tp=2))
     whole, holders = LogicalState.random(UNITS), set(alive(new))
 
     def task(rank: int, groups: Groups) -> Exception:
-        arguments: dict[str, Any] = {
-            "old": old,
-            "new": new,
-            "group": groups["all"],
-            "rank": rank,
-            "source": whole.shards(old, rank),
-            "target": unset(whole.shards(new, rank)),
-            "param_layouts": whole.layouts(new, rank),
-            "holders": holders,
-        }
+        arguments = whole.arguments(old, new, groups["all"], rank, holders)
         change(rank, arguments)
         with pytest.raises(PcommError) as caught:
             redistribute(**arguments)
@@ -68,116 +53,64 @@ def failures_of(change: Callable[[int, dict[str, Any]], None]) -> dict[int, Exce
     return found
 
 
-NAME = "model.layers.0.fc1.weight"
+NAME, LOST = "model.layers.0.fc1.weight", Coord(dp=1, tp=2)
 
 
-def test_a_tensor_of_another_shape() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 4:
-            arguments["source"][NAME] = arguments["source"][NAME][1:]
-
-    found = failures_of(change)
-    assert isinstance(found.pop(4), LayoutError)
-    for error in found.values():
-        assert isinstance(error, PeerError)
-        assert NAME in str(error)
-        assert "rank 4" in str(error)
+def change_both(arguments: dict[str, Any], change: Callable[[dict[str, Tensor]], object]) -> None:
+    change(arguments["source"])
+    change(arguments["target"])
 
 
-def test_other_names_and_data_types_on_one_rank() -> None:
-    def dtype(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 1:
-            for side in ("source", "target"):
-                arguments[side][NAME] = arguments[side][NAME].double()
-
-    def name(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 1:
-            for side in ("source", "target"):
-                arguments[side]["model.other"] = arguments[side].pop(NAME)
-
-    for error in failures_of(dtype).values():
-        assert isinstance(error, DivergenceError)
-        assert f"{NAME}: [16, 3], bfloat16" in str(error)
-        assert "float64" in str(error)
-    for error in failures_of(name).values():
-        assert isinstance(error, DivergenceError)
-        assert NAME in str(error)
+def cut_source(arguments: dict[str, Any]) -> None:
+    arguments["source"][NAME] = arguments["source"][NAME][1:]
 
 
-def test_a_name_that_one_side_lacks_and_sides_that_are_missing() -> None:
-    def lacking(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 0:
-            del arguments["target"][NAME]
-
-    def no_source(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 0:
-            arguments["source"] = {}
-
-    for change in (lacking, no_source):
-        found = failures_of(change)
-        assert isinstance(found.pop(0), ConfigError)
-        assert all(isinstance(error, PeerError) for error in found.values())
+def in_fp64(tensors: dict[str, Tensor]) -> None:
+    tensors[NAME] = tensors[NAME].double()
 
 
-def test_plans_and_holders_that_differ() -> None:
-    other = planned(Topology({"dp": 2, "tp": 3}), Coord(dp=1, tp=2), speeds={0: 0.5})
-
-    def plans(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 3:
-            arguments["old"] = other
-
-    def holders(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 3:
-            arguments["holders"] = {0, 1, 3, 4}
-
-    assert not any(isinstance(e, StateLostError) for e in failures_of(plans).values())
-    for error in failures_of(holders).values():
-        assert isinstance(error, DivergenceError)
-        assert "[0, 1, 3, 4]" in str(error)
+def renamed(tensors: dict[str, Tensor]) -> None:
+    tensors["model.other"] = tensors.pop(NAME)
 
 
-def test_plans_of_another_job() -> None:
-    other = plan(
-        Topology({"dp": 2, "tp": 3}), Failures.at(Coord(dp=1, tp=2)), {"w": Units.columns(8)}
-    )
-
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        arguments["new"] = other
-
-    for error in failures_of(change).values():
-        assert isinstance(error, ConfigError)
-        assert "units of two plans" in str(error)
+def cut_norm(arguments: dict[str, Any]) -> None:
+    """A split parameter without units."""
+    layouts = arguments["param_layouts"]
+    layouts["layers.0.norm.weight"] = layouts["embedding"]
 
 
-def test_a_split_parameter_without_units() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        layout = arguments["param_layouts"]["embedding"]
-        assert isinstance(layout, ParamLayout)
-        arguments["param_layouts"]["layers.0.norm.weight"] = layout
-
-    for error in failures_of(change).values():
-        assert isinstance(error, ConfigError)
-        assert "model.layers.0.norm.weight" in str(error) or "norm" in str(error)
+def of_the_gate_alone(arguments: dict[str, Any]) -> None:
+    """A shard of the right size and other positions: without sections."""
+    layouts = arguments["param_layouts"]
+    sizes = layouts["layers.0.fc1.weight"].layout.sizes
+    layouts["layers.0.fc1.weight"] = ParamLayout(Layout.uneven(sizes))
 
 
-def test_a_shard_of_the_right_size_and_other_positions() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 0:
-            own = arguments["param_layouts"]["layers.0.fc1.weight"]
-            # Without sections: the rows of the gate alone.
-            plain = Layout.uneven(own.layout.sizes)
-            arguments["param_layouts"]["layers.0.fc1.weight"] = ParamLayout(plain)
+SLOW = {"old": planned(TOPOLOGY, LOST, speeds={0: 0.5})}
+OTHER_JOB = {"new": plan(TOPOLOGY, Failures.at(LOST), {"w": Units.columns(8)})}
+# Which rank is given wrong arguments (None for all), what is wrong with them, the error of that
+# rank and of the others, and words of the latter.
+MISUSES: list[tuple[Any, Any, Any, Any, list[str]]] = [
+    (4, cut_source, LayoutError, PeerError, [NAME, "rank 4"]),
+    (1, lambda a: change_both(a, in_fp64), *2 * [DivergenceError], ["[16, 3], bf", "float64"]),
+    (1, lambda a: change_both(a, renamed), *2 * [DivergenceError], [NAME]),
+    (0, lambda a: a["target"].pop(NAME), ConfigError, PeerError, []),
+    (0, lambda a: a.update(source={}), ConfigError, PeerError, []),
+    (3, lambda a: a.update(SLOW), *2 * [DivergenceError], []),
+    (3, lambda a: a.update(holders={0, 1, 3, 4}), *2 * [DivergenceError], ["[0, 1, 3, 4]"]),
+    (None, lambda a: a.update(OTHER_JOB), *2 * [ConfigError], ["units of two plans"]),
+    (None, cut_norm, *2 * [ConfigError], ["norm"]),
+    (0, of_the_gate_alone, LayoutError, PeerError, []),
+    (None, lambda a: a.update(holders={0, 1, 2, 3, 4, 5}), *2 * [TopologyError], []),
+]
 
-    found = failures_of(change)
-    assert isinstance(found.pop(0), LayoutError)
-    assert all(isinstance(error, PeerError) for error in found.values())
 
-
-def test_a_group_without_a_holder() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        arguments["holders"] = {0, 1, 2, 3, 4, 5}
-
-    assert all(isinstance(error, TopologyError) for error in failures_of(change).values())
+@pytest.mark.parametrize(("wrong", "change", "own", "others", "words"), MISUSES)
+def test_misuse_is_an_error_on_all_ranks(wrong, change, own, others, words):
+    found = failures_of(lambda rank, args: change(args) if wrong in (None, rank) else None)
+    for rank, error in found.items():
+        assert isinstance(error, own if rank == wrong else others), error
+        assert rank == wrong or all(word in str(error) for word in words), error
 
 
 def test_lost_state_is_told_on_all_ranks_with_the_ranks_that_had_it() -> None:
@@ -190,15 +123,6 @@ def test_lost_state_is_told_on_all_ranks_with_the_ranks_that_had_it() -> None:
     def task(rank: int, groups: Groups) -> None:
         # Stage 0 has lost nothing, and hears of it, too.
         with pytest.raises(StateLostError, match=rf"units .*\n?.*ranks \[{gone[0]}, {gone[1]}\]"):
-            redistribute(
-                old,
-                new,
-                groups["all"],
-                rank=rank,
-                source=whole.shards(old, rank),
-                target=unset(whole.shards(new, rank)),
-                param_layouts=whole.layouts(new, rank),
-                holders=holders,
-            )
+            redistribute(**whole.arguments(old, new, groups["all"], rank, holders))
 
     on_living_ranks(new, task)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ntp_support.refusals import refused
 from pcomm.core import Groups, Topology
 from pcomm.core.errors import ClosedError, ConfigError, LayoutError, UnsupportedError
 from pcomm.core.layout import Layout
@@ -69,10 +70,8 @@ def test_a_step_is_committed_once() -> None:
                     ConfigError, match=r"commit in the attempt at step \d: a step that is applied"
                 ):
                     step.commit()
-                with pytest.raises(ConfigError, match="finish in the attempt"):
-                    step.finish()
-                with pytest.raises(ConfigError, match="backward in the attempt"):
-                    step.backward(loss_of(session))
+                refused(ConfigError, "finish in the attempt", step.finish)
+                refused(ConfigError, "backward in the attempt", step.backward, loss_of(session))
         assert session.step == 2
         assert session.model.weight.item() == 0.5
 
@@ -103,10 +102,8 @@ def test_speeds_are_of_ranks_of_the_job_and_the_last_one_counts() -> None:
             with attempt as step:
                 if step.number == 0:
                     for speed in (0.0, 1.5, float("nan")):
-                        with pytest.raises(ConfigError, match="set_speed: rank 0"):
-                            session.set_speed(0, speed)
-                    with pytest.raises(ConfigError, match="set_speed: rank 7"):
-                        session.set_speed(7, 0.5)
+                        refused(ConfigError, "set_speed: rank 0", session.set_speed, 0, speed)
+                    refused(ConfigError, "set_speed: rank 7", session.set_speed, 7, 0.5)
                     session.set_speed(0, 0.25)
                     session.set_speed(0, 0.5)
                 step.backward(loss_of(session))
@@ -129,16 +126,14 @@ def test_an_error_at_the_end_is_the_reason_for_the_generation_that_follows() -> 
 
 
 def test_a_backend_whose_operations_a_failure_cannot_end_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="Session: backend='nccl'"):
-        session_of(weight_of_one, backend="nccl")
+    refused(UnsupportedError, "Session: backend='nccl'", session_of, weight_of_one, backend="nccl")
 
 
 def test_a_session_that_was_closed_has_no_attempts() -> None:
     session = session_of(weight_of_one)
     session.close()
     session.close()
-    with pytest.raises(ClosedError, match="attempts"):
-        next(session.attempts(until=1))
+    refused(ClosedError, "attempts", next, session.attempts(until=1))
 
 
 def test_a_loop_that_is_left_ends_the_job_where_all_ranks_leave_it() -> None:
@@ -162,8 +157,7 @@ def test_a_step_that_the_program_has_changed_itself_is_not_applied() -> None:
     ]
     for match, finishes, change in cases:
         session = session_of(weight_of_one)
-        with pytest.raises(ConfigError, match=match):
-            changed_step(session, finishes, change)
+        refused(ConfigError, match, changed_step, session, finishes, change)
         assert session.step == 0
 
 
@@ -194,8 +188,7 @@ def test_what_build_returns_is_a_model_and_an_optimizer_that_a_session_can_move(
         model = nn.Linear(1, 1)
         return TrainState(model, ZeroRedundancyOptimizer(model.parameters(), lr=1.0))
 
-    with pytest.raises(UnsupportedError, match="spreads its state over ranks"):
-        session_of(zero)
+    refused(UnsupportedError, "spreads its state over ranks", session_of, zero)
 
 
 def test_layouts_of_foreign_layers_come_with_the_model() -> None:
@@ -221,5 +214,4 @@ def test_an_optimizer_whose_state_cannot_move_is_refused_in_the_first_step() -> 
         model = nn.Linear(2, 3)
         return TrainState(model, torch.optim.Adafactor(model.parameters()))
 
-    with pytest.raises(UnsupportedError, match="'row_var' of parameter 'weight'"):
-        one_step(build)
+    refused(UnsupportedError, "'row_var' of parameter 'weight'", one_step, build)

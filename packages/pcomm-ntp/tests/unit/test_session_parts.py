@@ -79,9 +79,9 @@ def test_what_ranks_say_is_read_back() -> None:
     join = Join(1, "token", 2, {"torch": "2"})
     records.ask_to_join(join)
     assert records.joins(0, records.num_joins()) == [(1, join)]
-    assert not records.is_settled("token")
+    assert not records.is_answered("token")
     records.mark_taken("token")
-    assert records.is_settled("token")
+    assert records.is_answered("token")
     # An empty reason is one, too.
     records.say_left(3, 1, "")
     assert records.left(3, 1) is not None

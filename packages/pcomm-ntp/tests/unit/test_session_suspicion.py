@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from pcomm.core.collectives import IdentityCollectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.protocol import Call
-from pcomm.core.errors import PeerError
+from pcomm.core.errors import PeerError, PeerTimeoutError
 from pcomm.core.groups.communicators import abandon_communicator, new_communicator
 from pcomm.core.groups.spec import CommOptions, grant
 from pcomm.core.testing.assertions import Living, left_behind
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s, wait_until
+from pcomm.ntp.session import Timeouts, generation
 from pcomm.ntp.session.failure_detection import SuspectedFailure, Watch, translating_errors
 from pcomm.ntp.session.generation import run_abandonable
 from pcomm.ntp.session.records import Records
@@ -45,9 +47,7 @@ class _Broken(InstrumentedCollectives):
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(("error", "expected"), ERRORS, ids=["memory", "connection"])
-def test_an_operation_that_lacks_memory_is_an_error_of_this_rank(
-    error: RuntimeError, expected: type[Exception], is_async: bool
-) -> None:
+def test_an_operation_that_lacks_memory_is_an_error_of_this_rank(error, expected, is_async):
     collectives = translating_errors(_Broken(error), lambda: None)
     operation = collectives.all_reduce_async if is_async else collectives.all_reduce
     with pytest.raises(expected, match=str(error)) as raised:
@@ -56,9 +56,7 @@ def test_an_operation_that_lacks_memory_is_an_error_of_this_rank(
 
 
 @pytest.mark.parametrize(("error", "expected"), ERRORS, ids=["memory", "connection"])
-def test_connecting_that_lacks_memory_is_an_error_of_this_rank(
-    error: RuntimeError, expected: type[Exception]
-) -> None:
+def test_connecting_that_lacks_memory_is_an_error_of_this_rank(error, expected):
     def connect() -> None:
         raise error
 
@@ -96,6 +94,41 @@ def test_connecting_to_a_rank_that_never_comes_ends_by_itself_once_it_was_left()
     # By the limit on the agreement, however long an operation may take.
     assert left_behind(before, within_s=scaled_s(PATIENCE_S)) == []
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, "files that are closed")
+
+
+class _Watching:
+    """A watch that fails nothing, and moves the clock: to these seconds, look by look."""
+
+    failure = staticmethod(lambda: None)
+
+    def __init__(self, *looks_s: float) -> None:
+        self.now_s, self._looks = 0.0, list(looks_s)
+
+    def check(self) -> None:
+        assert self._looks, "it has gone on behind the limit"
+        self.now_s = self._looks.pop(0)
+
+
+def test_a_generation_that_connects_for_longer_than_two_agreements_is_given_up(monkeypatch):
+    """Once to agree and once to connect; gloo itself would try for as long as an operation."""
+    is_open, is_left, watch = threading.Event(), threading.Event(), _Watching(5.9, 6.0, 6.1, 6.2)
+    groups = SimpleNamespace(abandon=is_left.set)
+
+    def connect(*_):
+        is_open.wait()
+        return generation.Opened(groups, groups)
+
+    monkeypatch.setattr(generation, "_open", connect)
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=lambda: watch.now_s))
+    job = SimpleNamespace(timeouts=Timeouts(agree_s=3.0))
+    control = SimpleNamespace(ranks=(0, 1), generation=1)
+    with pytest.raises(PeerTimeoutError, match=r"no connection between all of ranks \[0, 1\]"):
+        generation.open_generation(job, None, control, watch)
+    # Neither before the limit nor at it.
+    assert watch.now_s == 6.1
+    # What is open after all is left by itself.
+    is_open.set()
+    assert is_left.wait(PATIENCE_S)
 
 
 def test_a_rank_that_is_late_to_begin_is_not_silent() -> None:

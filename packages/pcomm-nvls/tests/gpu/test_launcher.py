@@ -7,10 +7,8 @@ calls and launches are the same and no number is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,9 +66,7 @@ class OneRank:
         ),
     ]
 )
-def one_rank(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[OneRank]:
+def one_rank(request, monkeypatch, tmp_path):
     is_real = request.param == "a GPU"
     architecture = "sm_90"
     monkeypatch.setattr(
@@ -105,9 +101,7 @@ def numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.where(x == 0, 1, x).to(device)
 
 
-def operation_of(
-    name: str, workspace: Workspace, x: Tensor, algo: Algorithm
-) -> Callable[[], list[Tensor | None]]:
+def operation_of(name, workspace, x, algo):
     """A call that returns what has to be equal to `x`."""
     options: dict[str, Any] = {"workspace": workspace, "algo": algo}
     counts = torch.full((1,), ROWS, dtype=torch.int32, device=x.device)
@@ -134,9 +128,7 @@ def operation_of(
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_each_operation_returns_its_input_first_and_again_and_in_a_graph(
-    one_rank: OneRank, name: str
-) -> None:
+def test_each_operation_returns_its_input_first_and_again_and_in_a_graph(one_rank, name):
     algos = [algo for case, algo in CASES if case == name and one_rank.has(algo)]
     workspace = one_rank.workspace
     if not one_rank.is_real:

@@ -110,14 +110,8 @@ def compile_kernel(
     if "BLOCK" in arguments and arguments["BLOCK"] % (32 * num_warps):
         raise ValueError(f"BLOCK is {arguments['BLOCK']}, with {32 * num_warps} threads")
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-    from triton.compiler import (  # type: ignore[import-untyped]
-        ASTSource,
-        compile,
-        make_backend,
-    )
-    from triton.runtime.jit import (  # type: ignore[import-untyped]
-        create_function_from_signature,
-    )
+    from triton.compiler import ASTSource, compile, make_backend  # type: ignore[import-untyped]
+    from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]
 
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)

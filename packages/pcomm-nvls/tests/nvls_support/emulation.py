@@ -7,7 +7,7 @@ import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["emulate"]
+__all__ = ["emulate", "opened"]
 
 # Modules of these hold kernels, or classes beside them.
 _PACKAGES = ("pcomm.nvls.", "nvls_support.", "nvls_bench.")
@@ -36,6 +36,21 @@ def emulate() -> None:
     package = sys.modules["pcomm.nvls"]
     for name in package.__all__:
         vars(package).pop(name, None)
+
+
+def opened(max_bytes: int = 1 << 12, **options: Any) -> Any:
+    """A workspace of the group of all ranks, under emulation. Collective.
+
+    Args:
+        max_bytes: Size of the largest tensor, in bytes.
+        options: Further arguments of `Workspace`.
+    """
+    emulate()
+    from pcomm.core.groups.group import Group
+    from pcomm.core.testing.on_ranks import default_group
+    from pcomm.nvls import Workspace
+
+    return Workspace(Group.from_process_group("tp", default_group()), max_bytes, **options)
 
 
 def _patch_once() -> None:

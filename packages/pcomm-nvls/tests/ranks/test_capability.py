@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import emulate, opened
+from pcomm import nvls
 from pcomm.core.control.without_control import control_of_group
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.group import Group
@@ -20,11 +22,7 @@ from pcomm.core.testing.on_ranks import default_group
 from pcomm.nvls._capability import RankFacts
 
 HOPPER = RankFacts(
-    is_cuda=True,
-    triton="3.6.0",
-    domain="one host",
-    compute_capability=(9, 0),
-    has_multicast=True,
+    is_cuda=True, triton="3.6.0", domain="one host", compute_capability=(9, 0), has_multicast=True
 )
 
 
@@ -164,18 +162,11 @@ def num_mapped() -> int:
 @ranks(2)
 def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None:
     emulate()
-    from pcomm.nvls.collectives.gathers import all_gather_into_tensor
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
     x, before = torch.arange(8.0) + 8 * rank, num_mapped()
     for patch, stage, is_usable, words in STAGES:
         for failing in range(2):
-            if rank == failing:
-                with patch(stage, rank):
-                    workspace = Workspace(group, 4096)
-            else:
-                workspace = Workspace(group, 4096)
+            with patch(stage, rank) if rank == failing else nullcontext():
+                workspace = opened(4096)
             with workspace:
                 found = workspace.capability
                 assert (found.multicast, found.peers) == (False, is_usable)
@@ -184,12 +175,12 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
                 assert num_mapped() == before + is_usable
                 if rank == failing or patch is fail_in_preparation:
                     assert words.format(rank=failing) in found.multicast_reason
-                gathered = all_gather_into_tensor(x, workspace=workspace)
+                gathered = nvls.all_gather_into_tensor(x, workspace=workspace)
                 assert_equal(gathered, torch.arange(16.0))
                 assert workspace.num_launches == is_usable
                 if not is_usable:
                     with pytest.raises(UnsupportedError, match="no pointers to peers"):
-                        all_gather_into_tensor(x, workspace=workspace, strict=True)
+                        nvls.all_gather_into_tensor(x, workspace=workspace, strict=True)
             assert num_mapped() == before
 
 

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from nvls_support.emulation import emulate
-from pcomm.core.groups.group import Group
+from nvls_support.emulation import opened
+from pcomm import nvls
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
 
 
 @ranks(2)
 def test_gathers_of_any_size_move_eight_bit_floats(rank: int) -> None:
-    emulate()
-    from pcomm.nvls.collectives.gathers import (
-        all_gather_coalesced,
-        all_gather_into_tensor,
-        gather_to_rank,
-    )
-    from pcomm.nvls.collectives.ragged import all_gather_v
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
     all_bytes = torch.arange(256, dtype=torch.uint8).view(8, 32)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         x, both = all_bytes[4 * rank :][:4].contiguous().view(dtype), all_bytes
-        with Workspace(group, 1 << 14) as workspace:
+        with opened(1 << 14) as workspace:
             for algo in ("p2p", "dist"):
                 named = {"workspace": workspace, "algo": algo}
                 out = torch.empty(8, 32, dtype=dtype)
-                wide = all_gather_into_tensor(x, dim=-1, **named)
+                wide = nvls.all_gather_into_tensor(x, dim=-1, **named)
                 counts = torch.full((2,), 4, dtype=torch.int32)
                 found = [
-                    all_gather_into_tensor(x, out=out, **named),
-                    *all_gather_coalesced([x], outs=[None], **named),
-                    all_gather_v(x, [4, 4], **named),
-                    all_gather_v(x, counts, **named)[:8],
+                    nvls.all_gather_into_tensor(x, out=out, **named),
+                    *nvls.all_gather_coalesced([x], outs=[None], **named),
+                    nvls.all_gather_v(x, [4, 4], **named),
+                    nvls.all_gather_v(x, counts, **named)[:8],
                 ]
-                here = gather_to_rank(x, destination=1, **named)
+                here = nvls.gather_to_rank(x, destination=1, **named)
                 assert (here is None) == (rank == 0)
                 found += [here] if here is not None else []
                 for one in found:

@@ -10,19 +10,13 @@ import numpy
 import pytest
 import torch
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from nvls_support.refusals import refused
+from pcomm import nvls
 from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.on_ranks import default_group
-
-
-def opened(**options: Any) -> Any:
-    emulate()
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    return Workspace(Group.from_process_group("tp", default_group()), 1 << 14, **options)
 
 
 def calls_of(workspace: Any) -> dict[str, Callable[[], Any]]:
@@ -40,23 +34,21 @@ def calls_of(workspace: Any) -> dict[str, Callable[[], Any]]:
 @ranks(2)
 def test_a_rank_that_comes_after_the_limit_of_another_gets_no_numbers(rank: int) -> None:
     """Neither where it would find a signal that the other one has given in advance."""
-    with opened() as workspace:
+    with opened(1 << 14) as workspace:
         known = list(calls_of(workspace))
     assert len(known) == 9
     two_barriers = ["all_reduce", "all_reduce_add_rmsnorm", "reduce_scatter_add_rmsnorm_all_gather"]
     # With a slot that an operation had before, each begins with one more.
     for name, needs_entry in [*product(known, [True]), *product(two_barriers, [False])]:
-        with opened(slots=1, timeout_s=0.05) as workspace:
+        with opened(1 << 14, slots=1, timeout_s=0.05) as workspace:
             call = calls_of(workspace)[name]
             if needs_entry:
                 workspace.turn()
             if rank == 0:
-                with pytest.raises(PeerTimeoutError, match="rank 1"):
-                    call()
+                refused(PeerTimeoutError, "rank 1", call)
             agree_in_group(workspace.group, "test: rank 0 has gone through its limit", [])
             if rank == 1:
-                with pytest.raises(PeerTimeoutError, match="rank 0"):
-                    call()
+                refused(PeerTimeoutError, "rank 0", call)
 
 
 @ranks(2)
@@ -67,7 +59,7 @@ def test_each_meets_the_others_before_it_writes_where_its_slot_may_be_in_use(ran
         call()
         return int(number) - before
 
-    with opened() as rotating, opened(slots=1) as in_one_slot:
+    with opened(1 << 14) as rotating, opened(1 << 14, slots=1) as in_one_slot:
         in_one_slot.turn()
         free, used = (
             {name: barriers(workspace, call) for name, call in calls_of(workspace).items()}
@@ -79,52 +71,41 @@ def test_each_meets_the_others_before_it_writes_where_its_slot_may_be_in_use(ran
 
 @ranks(2)
 def test_with_debug_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
-    from pcomm.nvls import (
-        all_gather_coalesced,
-        all_gather_into_tensor,
-        all_gather_v,
-        all_reduce,
-        all_reduce_add_rmsnorm,
-        gather_to_rank,
-        reduce_scatter_add_rmsnorm_all_gather,
-        reduce_scatter_v,
-    )
 
-    with opened(debug=True) as workspace:
+    with opened(1 << 14, debug=True) as workspace:
         named: dict[str, Any] = {"workspace": workspace, "algo": "p2p"}
         x, turned = torch.ones(4, 8), [1, 3] if rank else [3, 1]
         rows = torch.ones(4, 16, dtype=torch.bfloat16)
         two = [x, torch.ones(2, 8)]
 
         def fused(**options: Any) -> object:
-            operation = reduce_scatter_add_rmsnorm_all_gather
+            operation = nvls.reduce_scatter_add_rmsnorm_all_gather
             return operation(rows, rows[:2], rows[0], 1e-6, **options, **named)
 
         # Each of the same bytes, so that no rank would notice anything.
         differing: list[Callable[[], object]] = [
-            lambda: gather_to_rank(x, destination=rank, **named),
-            lambda: all_gather_coalesced(two[:: 1 - 2 * rank], **named),
-            lambda: all_gather_coalesced([x, x.int() if rank else x], **named),
-            lambda: all_gather_coalesced([x, x.view(8, 4) if rank else x], **named),
-            lambda: all_gather_into_tensor(x.view(-1, 8 - 4 * rank), **named),
-            lambda: all_gather_v(x[: turned[rank]], turned, **named),
-            lambda: reduce_scatter_v(x, turned, **named),
-            lambda: all_reduce(x.view(-1, 8 - 4 * rank), **named),
-            lambda: all_reduce_add_rmsnorm(x, x, x[0], 1e-6 * (1 + rank), **named),
+            lambda: nvls.gather_to_rank(x, destination=rank, **named),
+            lambda: nvls.all_gather_coalesced(two[:: 1 - 2 * rank], **named),
+            lambda: nvls.all_gather_coalesced([x, x.int() if rank else x], **named),
+            lambda: nvls.all_gather_coalesced([x, x.view(8, 4) if rank else x], **named),
+            lambda: nvls.all_gather_into_tensor(x.view(-1, 8 - 4 * rank), **named),
+            lambda: nvls.all_gather_v(x[: turned[rank]], turned, **named),
+            lambda: nvls.reduce_scatter_v(x, turned, **named),
+            lambda: nvls.all_reduce(x.view(-1, 8 - 4 * rank), **named),
+            lambda: nvls.all_reduce_add_rmsnorm(x, x, x[0], 1e-6 * (1 + rank), **named),
             lambda: fused(fp8="rows" if rank else None),
             lambda: fused(fp8="rows" if rank else torch.ones(1)),
         ]
         for call in differing:
-            with pytest.raises(DivergenceError, match="detail"):
-                call()
+            refused(DivergenceError, "detail", call)
         assert workspace.num_launches == 0
         # Equal numbers are no difference, and kernels take those of Python.
         numbers = numpy.array([2, 2]) if rank else [2, 2]
-        all_gather_v(x[:2], numbers, **named)
-        reduce_scatter_v(x, numbers, **named)
-        gather_to_rank(x, destination=numpy.int64(1) if rank else 1, **named)
-        all_reduce_add_rmsnorm(x, x, x[0], numpy.float64(1) if rank else 1, **named)
-        reduce_scatter_add_rmsnorm_all_gather(
+        nvls.all_gather_v(x[:2], numbers, **named)
+        nvls.reduce_scatter_v(x, numbers, **named)
+        nvls.gather_to_rank(x, destination=numpy.int64(1) if rank else 1, **named)
+        nvls.all_reduce_add_rmsnorm(x, x, x[0], numpy.float64(1) if rank else 1, **named)
+        nvls.reduce_scatter_add_rmsnorm_all_gather(
             x, x[:2], x[0], torch.ones(()) if rank else 1, **named
         )
         assert workspace.num_launches == 5
@@ -135,37 +116,23 @@ def test_with_debug_calls_that_differ_are_an_error_before_they_run(rank: int) ->
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("algo", ["auto", "p2p", "lamport", "dist"])
-def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(
-    algo: str, strict: bool
-) -> None:
-    from pcomm.nvls import (
-        Workspace,
-        all_gather_coalesced,
-        all_gather_into_tensor,
-        all_gather_v,
-        all_reduce,
-        all_reduce_add_rmsnorm,
-        gather_to_rank,
-        reduce_scatter_add_rmsnorm_all_gather,
-        reduce_scatter_tensor,
-        reduce_scatter_v,
-    )
+def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(algo, strict):
 
     ones = torch.ones(4, 8)
     counts = torch.tensor([4], dtype=torch.int32)
-    with Workspace(Group("tp", (0,), None), 4096, device="cpu") as workspace:
+    with nvls.Workspace(Group("tp", (0,), None), 4096, device="cpu") as workspace:
         named: dict[str, Any] = {"workspace": workspace, "algo": algo, "strict": strict}
         meant = torch._neg_view(ones.clone()), ones.to(torch.complex64).conj()
         plain = ones.clone(), ones.bool(), ones.to(torch.float8_e4m3fn), ones.t().clone().t()
         for x in (*plain, *meant):
             kept = x.clone()
             results = [
-                all_reduce(x, **named),
-                all_gather_into_tensor(x, dim=1, **named),
-                *all_gather_coalesced([x, x], **named),
-                gather_to_rank(x, **named),
-                reduce_scatter_tensor(x, **named),
-                *(gather(x, n, **named) for gather in (all_gather_v, reduce_scatter_v)
+                nvls.all_reduce(x, **named),
+                nvls.all_gather_into_tensor(x, dim=1, **named),
+                *nvls.all_gather_coalesced([x, x], **named),
+                nvls.gather_to_rank(x, **named),
+                nvls.reduce_scatter_tensor(x, **named),
+                *(gather(x, n, **named) for gather in (nvls.all_gather_v, nvls.reduce_scatter_v)
                   for n in ([4], counts)),
             ]  # fmt: skip
             for result in results:
@@ -173,11 +140,10 @@ def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(
                 assert_equal(result, kept)
                 result.fill_(0)
             assert_equal(x, kept)
-            assert all_reduce(x, out=x, **named) is x
+            assert nvls.all_reduce(x, out=x, **named) is x
         x = torch.ones(1, 1 << 15)  # longer than the rows of a kernel
-        for operation in (all_reduce_add_rmsnorm, reduce_scatter_add_rmsnorm_all_gather):
+        for operation in (nvls.all_reduce_add_rmsnorm, nvls.reduce_scatter_add_rmsnorm_all_gather):
             rows, stream, _ = operation(x, x, x[0], 0.0, **named)
             assert_equal(stream, 2 * x)
             assert_equal(rows, x)
-        with pytest.raises(ConfigError, match="nccl"):
-            all_reduce(x, workspace=workspace, algo="nccl")  # type: ignore[arg-type]
+        refused(ConfigError, "nccl", nvls.all_reduce, x, workspace=workspace, algo="nccl")

@@ -9,14 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nvls_support.emulation import emulate
-from pcomm.core.groups.group import Group
+from nvls_support.emulation import opened
+from pcomm import nvls
 from pcomm.core.testing import ranks
 from pcomm.core.testing.on_ranks import default_group
 
@@ -30,11 +26,8 @@ PLAN = {
 
 @ranks(2)
 def test_a_llama_under_tensor_parallelism_has_the_logits_that_it_had(rank: int) -> None:
-    emulate()
     # Here, so that the ranks alone import it.
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from pcomm.nvls import Workspace, all_reduce
 
     config = LlamaConfig(
         vocab_size=64,
@@ -54,10 +47,11 @@ def test_a_llama_under_tensor_parallelism_has_the_logits_that_it_had(rank: int) 
         for layer in model.model.layers:
             parallelize_module(layer, mesh, PLAN)
         expected = model(tokens).logits
-        group = Group.from_process_group("tp", process_group)
-        with Workspace(group, max_bytes=1 << 16) as workspace:
+        with opened(max_bytes=1 << 16) as workspace:
             with mock.patch.object(
-                functional, "all_reduce", lambda x, *_, **__: all_reduce(x, workspace=workspace)
+                functional,
+                "all_reduce",
+                lambda x, *_, **__: nvls.all_reduce(x, workspace=workspace),
             ):
                 logits = model(tokens).logits
             # One for the attention and one for the MLP of each layer.
@@ -77,19 +71,13 @@ def row_parallel(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @ranks(2)
-def test_a_layer_that_calls_torch_distributed_takes_the_function_that_it_is_given(
-    rank: int,
-) -> None:
-    emulate()
-    from pcomm.nvls import Workspace, all_reduce
-
+def test_a_layer_that_calls_torch_distributed_takes_the_function_that_it_is_given(rank):
     x, weight = torch.arange(16.0).view(2, 8), torch.ones(8, 4) * (rank + 1)
     expected = row_parallel(x, weight)
-    group = Group.from_process_group("tp", default_group())
     with (
-        Workspace(group, max_bytes=1 << 12) as workspace,
+        opened(max_bytes=1 << 12) as workspace,
         mock.patch.object(
-            dist, "all_reduce", lambda y, *_, **__: all_reduce(y, out=y, workspace=workspace)
+            dist, "all_reduce", lambda y, *_, **__: nvls.all_reduce(y, out=y, workspace=workspace)
         ),
     ):
         assert torch.equal(row_parallel(x, weight), expected)

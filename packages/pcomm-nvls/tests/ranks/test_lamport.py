@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from nvls_support.refusals import refused
+from pcomm import nvls
 from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import ConfigError, PeerError, PeerTimeoutError, UnsupportedError
-from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
 from pcomm.core.testing.programs import PATIENCE_S
 
 SUMMED = [torch.bfloat16, torch.float16, torch.float32]
@@ -78,7 +78,6 @@ class Case:
         self.vectors = shared.choice(VECTORS)
 
     def all_gather(self) -> None:
-        from pcomm.nvls.collectives.gathers import all_gather_into_tensor
 
         dtype = self.random.choice([*SUMMED, *ANY_BITS])
         vectors = min(self.vectors, 160) if dtype in ANY_BITS else self.vectors
@@ -88,12 +87,11 @@ class Case:
             all_inputs(self.random, dtype, (self.size, *shape)),
             self.random.choice([0, -1]),
         )
-        found = all_gather_into_tensor(all_x[self.rank].clone(), dim=dim, **self.named)
+        found = nvls.all_gather_into_tensor(all_x[self.rank].clone(), dim=dim, **self.named)
         expected = torch.cat([x if dtype in ANY_BITS else arriving(x) for x in all_x], dim)
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
     def all_reduce(self) -> None:
-        from pcomm.nvls.collectives.reductions import all_reduce
 
         dtype = self.random.choice(SUMMED)
         all_x = all_inputs(self.random, dtype, (self.size, self.vectors * 16 // dtype.itemsize))
@@ -101,24 +99,22 @@ class Case:
         out = None
         if self.random.random() < 0.3:
             x = out = x.clone()
-        check(all_reduce(x, out=out, **self.named), summed(all_x))
+        check(nvls.all_reduce(x, out=out, **self.named), summed(all_x))
 
     def reduce_scatter(self) -> None:
-        from pcomm.nvls.collectives.reductions import reduce_scatter_tensor
 
         dtype, dim = self.random.choice(SUMMED), self.random.choice([0, -1])
         columns = self.vectors * 16 // dtype.itemsize
         shape = (self.size, columns) if dim == 0 else (columns * self.size,)
         all_x = all_inputs(self.random, dtype, (self.size, *shape))
         x = self.input(all_x[self.rank])
-        found = reduce_scatter_tensor(x, dim=dim, **self.named)
+        found = nvls.reduce_scatter_tensor(x, dim=dim, **self.named)
         check(found, summed(all_x).chunk(self.size, dim)[self.rank])
 
     def with_barrier(self) -> None:
-        from pcomm.nvls.collectives.reductions import all_reduce
 
         all_x = all_inputs(self.random, torch.float32, (self.size, 4 * self.vectors))
-        found = all_reduce(all_x[self.rank], workspace=self.workspace, algo="p2p")
+        found = nvls.all_reduce(all_x[self.rank], workspace=self.workspace, algo="p2p")
         check(found, summed(all_x))
 
     def input(self, x: Tensor) -> Tensor:
@@ -144,13 +140,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 @contextmanager
 def workspace_of(timeout_s: float = PATIENCE_S) -> Iterator[Any]:
-    emulate()
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
-    with Workspace(
-        group, 4 * MOST_BYTES, lamport_bytes=MOST_BYTES, timeout_s=timeout_s
-    ) as workspace:
+    with opened(4 * MOST_BYTES, lamport_bytes=MOST_BYTES, timeout_s=timeout_s) as workspace:
         yield workspace
 
 
@@ -203,34 +193,34 @@ def test_eight_ranks(rank: int) -> None:
 @ranks(2)
 def test_sizes_on_both_sides_of_the_room(rank: int) -> None:
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.gathers import all_gather_into_tensor as gather
-        from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
 
         def operations() -> int:
             return int(workspace.lamport_arguments()["state"][0])
 
         named = {"workspace": workspace, "algo": "lamport"}
         whole = torch.ones(MOST_BYTES // 4)
-        assert gather(whole, **named).sum() == 2 * len(whole)
-        assert gather(torch.ones(MOST_BYTES // 2).byte(), **named).sum() == MOST_BYTES
-        assert all_reduce(whole, **named).unique().tolist() == [2]
-        assert reduce_scatter_tensor(whole.repeat(2), **named).unique().tolist() == [2]
+        assert nvls.all_gather_into_tensor(whole, **named).sum() == 2 * len(whole)
+        assert (
+            nvls.all_gather_into_tensor(torch.ones(MOST_BYTES // 2).byte(), **named).sum()
+            == MOST_BYTES
+        )
+        assert nvls.all_reduce(whole, **named).unique().tolist() == [2]
+        assert nvls.reduce_scatter_tensor(whole.repeat(2), **named).unique().tolist() == [2]
         # Nothing is sent of nothing: no rank would wait for another one.
-        gather(whole[:0], **named)
+        nvls.all_gather_into_tensor(whole[:0], **named)
         assert operations() == 4
         more = torch.ones(MOST_BYTES // 4 + 4)
         for operation, x in (
-            (gather, more),
-            (gather, torch.ones(MOST_BYTES // 2 + 16, dtype=torch.uint8)),
-            (all_reduce, more),
-            (reduce_scatter_tensor, more.repeat(2)),
+            (nvls.all_gather_into_tensor, more),
+            (nvls.all_gather_into_tensor, torch.ones(MOST_BYTES // 2 + 16, dtype=torch.uint8)),
+            (nvls.all_reduce, more),
+            (nvls.reduce_scatter_tensor, more.repeat(2)),
         ):
-            with pytest.raises(UnsupportedError, match="more than lamport_bytes"):
-                operation(x, **named)
+            refused(UnsupportedError, "more than lamport_bytes", operation, x, **named)
         # The table of the emulation has the choice change at 1,024 bytes.
         for length, without_barrier in ((256, 1), (260, 0)):
             before = operations()
-            all_reduce(torch.ones(length), workspace=workspace)
+            nvls.all_reduce(torch.ones(length), workspace=workspace)
             assert operations() - before == without_barrier
 
 
@@ -238,7 +228,6 @@ def test_sizes_on_both_sides_of_the_room(rank: int) -> None:
 def test_one_launch_can_be_replayed(rank: int) -> None:
     """As a CUDA graph does: its arguments stay, and what counts is on the device."""
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.gathers import all_gather_into_tensor as gather
         from pcomm.nvls.collectives.reductions import all_reduce_launch
         from pcomm.nvls.policy.choose import Choice
 
@@ -250,52 +239,40 @@ def test_one_launch_can_be_replayed(rank: int) -> None:
             assert out.unique().tolist() == [2 * replay + 1]
             if replay % 2:
                 y = torch.full((8 * replay,), float(rank))
-                found = gather(y, workspace=workspace, algo="lamport")
+                found = nvls.all_gather_into_tensor(y, workspace=workspace, algo="lamport")
                 assert found.tolist() == [0.0] * len(y) + [1.0] * len(y)
 
 
 @ranks(3)
 def test_an_input_that_others_may_write_to_is_refused(rank: int) -> None:
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.reductions import reduce_scatter_tensor
-
         named = {"workspace": workspace, "algo": "lamport"}
         view = workspace.empty((3, 8), torch.float32).fill_(rank + 1)
-        assert reduce_scatter_tensor(view, **named).unique().tolist() == [6]
-        with pytest.raises(ConfigError, match="a view of the workspace"):
-            reduce_scatter_tensor(view, **named)
+        assert nvls.reduce_scatter_tensor(view, **named).unique().tolist() == [6]
+        refused(ConfigError, "a view of the workspace", nvls.reduce_scatter_tensor, view, **named)
 
 
 @ranks(3)
 def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.gathers import all_gather_into_tensor as gather
-        from pcomm.nvls.collectives.reductions import all_reduce
-
         # What the first call imports may take one rank longer than the time below.
-        gather(torch.ones(4), workspace=workspace, algo="lamport")
+        nvls.all_gather_into_tensor(torch.ones(4), workspace=workspace, algo="lamport")
     with workspace_of(timeout_s=1.0) as workspace:
         named = {"workspace": workspace, "algo": "lamport"}
-        gather(torch.ones(4), **named)
+        nvls.all_gather_into_tensor(torch.ones(4), **named)
         agree_in_group(workspace.group, "test: the first one is over", [])
         if rank != 2:
             with pytest.raises(PeerTimeoutError, match=r"rank 2 did not signal within 1 s"):
-                all_reduce(torch.ones(4), **named)
-            with pytest.raises(PeerTimeoutError, match="rank 2"):
-                gather(torch.ones(4), **named)
+                nvls.all_reduce(torch.ones(4), **named)
+            refused(PeerTimeoutError, "rank 2", nvls.all_gather_into_tensor, torch.ones(4), **named)
         agree_in_group(workspace.group, "test: all are through", [])
 
 
 @ranks(2)
 def test_a_workspace_without_room_has_no_such_operations(rank: int) -> None:
-    emulate()
-    from pcomm.nvls.collectives.reductions import all_reduce
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
-    with Workspace(group, 1 << 12, lamport_bytes=0) as workspace:
-        assert all_reduce(torch.ones(4), workspace=workspace).tolist() == [2] * 4
+    with opened(1 << 12, lamport_bytes=0) as workspace:
+        assert nvls.all_reduce(torch.ones(4), workspace=workspace).tolist() == [2] * 4
         with pytest.raises(UnsupportedError, match="lamport_bytes of the workspace, 0 bytes"):
-            all_reduce(torch.ones(4), workspace=workspace, algo="lamport")
+            nvls.all_reduce(torch.ones(4), workspace=workspace, algo="lamport")
     with pytest.raises(ConfigError if rank else PeerError, match="lamport_bytes=-1"):
-        Workspace(group, 1 << 12, lamport_bytes=-1 if rank else 0)
+        opened(1 << 12, lamport_bytes=-1 if rank else 0)

@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
-from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
 from pcomm.nvls.references import fp8_rows, rms_norm
 
 SUMMED = [torch.bfloat16, torch.float16, torch.float32]
@@ -75,7 +74,6 @@ class Case:
         return as_passed(self.random, x)
 
     def all_reduce(self) -> None:
-        from pcomm.nvls.collectives.fused_rmsnorm import all_reduce_add_rmsnorm
 
         shape = (self.random.randrange(1, 2 * self.size + 2), self.hidden)
         addends, residual, weight = (
@@ -93,7 +91,7 @@ class Case:
         if way == "shifted":
             x, residual_out = shifted(addends[self.rank], len(old))
         row = as_passed(self.random, weight[None])[0]
-        found = all_reduce_add_rmsnorm(
+        found = nvls.all_reduce_add_rmsnorm(
             x, old, row, EPS, out=out, residual_out=residual_out, **self.named
         )
         assert found.scales is None
@@ -102,9 +100,6 @@ class Case:
         assert torch.equal(found.rows, rms_norm(stream, weight, EPS))
 
     def reduce_scatter(self) -> None:
-        from pcomm.nvls.collectives.fused_rmsnorm import (
-            reduce_scatter_add_rmsnorm_all_gather,
-        )
 
         share = self.random.randrange(1, 4)
         shape = (share * self.size, self.hidden)
@@ -129,7 +124,7 @@ class Case:
             out = x if fp8 is None else as_passed(self.random, torch.zeros_like(rows))
         if way == "shifted":
             x, residual_out = shifted(addends[self.rank], len(old))
-        found = reduce_scatter_add_rmsnorm_all_gather(
+        found = nvls.reduce_scatter_add_rmsnorm_all_gather(
             x, old, weight, EPS, out=out, residual_out=residual_out, fp8=fp8, **self.named
         )
         assert out is None or (found.rows is out and found.residual is residual_out)
@@ -141,12 +136,8 @@ class Case:
 
 
 def run_cases(rank: int, size: int, num_cases: int) -> None:
-    emulate()
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group, seeds = Group.from_process_group("tp", default_group()), random.Random(size)
-    delays = random.Random(rank)
-    with Workspace(group, 1 << 18) as workspace, Workspace(group, 1 << 18, slots=1) as narrow:
+    seeds, delays = random.Random(size), random.Random(rank)
+    with opened(1 << 18) as workspace, opened(1 << 18, slots=1) as narrow:
         for number in range(num_cases):
             case = Case(seeds, seeds.choice([workspace, narrow]), rank, number)
             if delays.randrange(3) == 0:
@@ -182,13 +173,8 @@ def test_eight_ranks_add_and_norm_rows(rank: int) -> None:
 @ranks(2)
 def test_rows_of_numbers_that_are_rounded_are_as_close_as_the_reference(rank: int) -> None:
     """Each step against fp64, from what the step before returned."""
-    emulate()
-    from pcomm.nvls.collectives.fused_rmsnorm import all_reduce_add_rmsnorm
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
     generator = torch.Generator().manual_seed(0)
-    with Workspace(group, 1 << 14, deterministic=True) as workspace:
+    with opened(1 << 14, deterministic=True) as workspace:
         for dtype in SUMMED:
             unit = torch.finfo(dtype).eps / 2
             numbers = torch.randn(4, 3, 200, generator=generator)
@@ -198,7 +184,7 @@ def test_rows_of_numbers_that_are_rounded_are_as_close_as_the_reference(rank: in
                 numbers[3, 0].to(dtype),
             )
             found = [
-                all_reduce_add_rmsnorm(
+                nvls.all_reduce_add_rmsnorm(
                     addends[rank], residual, weight, EPS, workspace=workspace, algo=algo
                 )
                 for algo in ("p2p", "dist")
@@ -220,19 +206,14 @@ def test_rows_of_numbers_that_are_rounded_are_as_close_as_the_reference(rank: in
 
 @ranks(2)
 def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(rank: int) -> None:
-    emulate()
-    from pcomm.nvls.collectives.fused_rmsnorm import all_reduce_add_rmsnorm as reduce
-    from pcomm.nvls.collectives.fused_rmsnorm import (
-        reduce_scatter_add_rmsnorm_all_gather as scatter,
-    )
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
     x, weight = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(16, dtype=torch.bfloat16)
-    with Workspace(group, 1 << 18) as workspace:
+    with opened(1 << 18) as workspace:
         named: dict[str, Any] = {"workspace": workspace}
         inside = workspace.empty(x.shape, x.dtype)
-        for operation, residual in ((reduce, x), (scatter, x[:2])):
+        for operation, residual in (
+            (nvls.all_reduce_add_rmsnorm, x),
+            (nvls.reduce_scatter_add_rmsnorm_all_gather, x[:2]),
+        ):
             for wrong in ((x[None], residual), (x, x[:3]), (x, residual.float())):
                 with pytest.raises(LayoutError, match="all floating-point numbers of one dtype"):
                     operation(*wrong, weight, EPS, **named)
@@ -247,39 +228,40 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(rank: int) -> 
             with pytest.raises(UnsupportedError, match="no such kernel"):
                 operation(x, residual, weight, EPS, algo="lamport", **named)
         with pytest.raises(LayoutError, match="all floating-point numbers of one dtype"):
-            scatter(x[:3], x[:1], weight, EPS, **named)
+            nvls.reduce_scatter_add_rmsnorm_all_gather(x[:3], x[:1], weight, EPS, **named)
         for fp8 in ("columns", torch.ones(2), torch.ones(1, dtype=torch.bfloat16)):
             with pytest.raises(LayoutError, match='fp8="rows" or one fp32 number'):
-                scatter(x, x[:2], weight, EPS, fp8=fp8, **named)  # type: ignore[arg-type]
+                nvls.reduce_scatter_add_rmsnorm_all_gather(x, x[:2], weight, EPS, fp8=fp8, **named)  # type: ignore[arg-type]
         with pytest.raises(LayoutError, match="Sixteen numbers"):
-            scatter(x[:, :8], x[:2, :8], weight[:8], EPS, fp8="rows", **named)
+            nvls.reduce_scatter_add_rmsnorm_all_gather(
+                x[:, :8], x[:2, :8], weight[:8], EPS, fp8="rows", **named
+            )
         # One number more than the longest row of a kernel goes through torch.distributed.
         long = torch.ones(1, 16392)
         with pytest.raises(LayoutError, match="more than 16384 numbers"):
-            reduce(long, long, long[0], EPS, strict=True, **named)
-        assert reduce(long, long, long[0], EPS, **named).residual.unique().tolist() == [3.0]
+            nvls.all_reduce_add_rmsnorm(long, long, long[0], EPS, strict=True, **named)
+        assert nvls.all_reduce_add_rmsnorm(
+            long, long, long[0], EPS, **named
+        ).residual.unique().tolist() == [3.0]
         longest = torch.ones(1, 16384)
-        found = reduce(longest, longest, longest[0], 0.0, algo="p2p", **named)
+        found = nvls.all_reduce_add_rmsnorm(longest, longest, longest[0], 0.0, algo="p2p", **named)
         assert found.residual.unique().tolist() == [3.0]
         assert found.rows.unique().tolist() == [1.0]
-        assert reduce(x[:0], x[:0], weight, EPS, **named).rows.shape == (0, 16)
+        assert nvls.all_reduce_add_rmsnorm(x[:0], x[:0], weight, EPS, **named).rows.shape == (0, 16)
 
 
 @ranks(2)
 def test_rows_of_nan_have_the_scale_of_the_reference(rank: int) -> None:
-    emulate()
-    from pcomm.nvls.collectives.fused_rmsnorm import (
-        reduce_scatter_add_rmsnorm_all_gather as scatter,
-    )
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
     x, weight = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(16, dtype=torch.bfloat16)
     x[0, 3], x[3] = float("nan"), 0.0
-    with Workspace(group, 1 << 14) as workspace:
+    with opened(1 << 14) as workspace:
         named: dict[str, Any] = {"workspace": workspace, "fp8": "rows"}
-        found = scatter(x, 0 * x[1:3], weight, EPS, algo="p2p", **named)
-        wanted = scatter(x, 0 * x[1:3], weight, EPS, algo="dist", **named)
+        found = nvls.reduce_scatter_add_rmsnorm_all_gather(
+            x, 0 * x[1:3], weight, EPS, algo="p2p", **named
+        )
+        wanted = nvls.reduce_scatter_add_rmsnorm_all_gather(
+            x, 0 * x[1:3], weight, EPS, algo="dist", **named
+        )
         assert found.scales.tolist() == wanted.scales.tolist()
         assert found.scales[[0, 3]].tolist() == [2.0**-64] * 2
         torch.testing.assert_close(

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from nvls_support.refusals import refused
+from pcomm import nvls
 from pcomm.core.errors import ClosedError, LayoutError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
@@ -41,13 +43,9 @@ class Layer(nn.Module):
 
 @ranks(2, leaves="tqdm's monitor, which torch.compile starts, lives as long as the process")
 def test_a_compiled_layer_equals_the_layer(rank: int) -> None:
-    emulate()
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
-
     group = Group.from_process_group("tp", default_group())
-    with Workspace(group, 1 << 14) as workspace, torch.no_grad():
-        layer = Layer(WorkspaceOperators(workspace))
+    with opened(1 << 14) as workspace, torch.no_grad():
+        layer = Layer(nvls.WorkspaceOperators(workspace))
         inner = group.collectives
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
         for rows in (2, 6):
@@ -63,28 +61,23 @@ def test_a_compiled_layer_equals_the_layer(rank: int) -> None:
         operators = torch.ops.pcomm_nvls
         number = layer.operators.number
         x = torch.arange(16.0).view(4, 4)
-        with pytest.raises(LayoutError, match=f"workspace {number} of 2 ranks"):
-            operators.all_reduce(x, number, 3)
+        refused(LayoutError, f"workspace {number} of 2 ranks", operators.all_reduce, x, number, 3)
         with torch.enable_grad(), pytest.raises(UnsupportedError, match="gradient is recorded"):
             operators.all_reduce(x.clone().requires_grad_(), number, 2)
         with torch.enable_grad(), pytest.raises(Exception, match="gradient is recorded"):
             compiled(x.view(2, 8))
-    with pytest.raises(ClosedError, match="the workspace is closed"):
-        operators.all_reduce(x, number, 2)
+    refused(ClosedError, "the workspace is closed", operators.all_reduce, x, number, 2)
     del workspace, layer, compiled
     torch._dynamo.reset()
     gc.collect()
-    with pytest.raises(ClosedError, match="no workspace of that number"):
-        operators.all_reduce(x, number, 2)
+    refused(ClosedError, "no workspace of that number", operators.all_reduce, x, number, 2)
 
 
 def test_one_rank_alone_gets_a_tensor_of_its_own() -> None:
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
 
     x = torch.arange(8.0)
-    with Workspace(Group("tp", (0,), None), 4096) as workspace:
-        operators = WorkspaceOperators(workspace)
+    with nvls.Workspace(Group("tp", (0,), None), 4096) as workspace:
+        operators = nvls.WorkspaceOperators(workspace)
         for result in (
             operators.all_gather(x),
             operators.reduce_scatter(x),
@@ -95,12 +88,10 @@ def test_one_rank_alone_gets_a_tensor_of_its_own() -> None:
 
 
 def test_torch_finds_nothing_wrong_with_them() -> None:
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
 
     x = torch.arange(16.0).view(4, 4)
-    with Workspace(Group("tp", (0,), None), 4096) as workspace:
-        operators, number = torch.ops.pcomm_nvls, WorkspaceOperators(workspace).number
+    with nvls.Workspace(Group("tp", (0,), None), 4096) as workspace:
+        operators, number = torch.ops.pcomm_nvls, nvls.WorkspaceOperators(workspace).number
         for checked in (x, x.t(), x.bfloat16(), x.long()):
             dims = (checked, number, 1, 1)
             torch.library.opcheck(operators.all_gather.default, dims, test_utils=CHECKS)
@@ -117,16 +108,13 @@ def test_torch_finds_nothing_wrong_with_them() -> None:
 
 def test_copies_use_the_same_workspace_and_pickles_none() -> None:
     """In another process its number is that of another workspace."""
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
 
     x = torch.ones(8)
-    with Workspace(Group("tp", (0,), None), 4096) as workspace:
+    with nvls.Workspace(Group("tp", (0,), None), 4096) as workspace:
         module = nn.Linear(8, 8)
-        module.workspace, module.operators = workspace, WorkspaceOperators(workspace)
+        module.workspace, module.operators = workspace, nvls.WorkspaceOperators(workspace)
         copied = copy.deepcopy(module)
         assert copied.workspace is workspace
         assert copied.operators.number == module.operators.number
         assert_equal(copied.operators.all_reduce(x), x)
-        with pytest.raises(UnsupportedError, match="pickle: WorkspaceOperators"):
-            pickle.dumps(module.operators)
+        refused(UnsupportedError, "pickle: WorkspaceOperators", pickle.dumps, module.operators)

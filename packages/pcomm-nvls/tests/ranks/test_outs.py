@@ -7,27 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from nvls_support.refusals import refused
+from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
-from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.on_ranks import default_group
-
-
-def opened(**options: Any) -> Any:
-    emulate()
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    return Workspace(Group.from_process_group("tp", default_group()), 1 << 12, **options)
 
 
 @ranks(2)
 def test_outs_are_filled_whatever_their_memory_means(rank: int) -> None:
     """Negated, conjugated, misaligned and strided ones, and those whose gradient is recorded."""
     with opened() as workspace:
-        from pcomm.nvls.collectives.gathers import all_gather_into_tensor
-        from pcomm.nvls.collectives.reductions import all_reduce
-
         x, z = torch.full((8,), 1.0 + rank), torch.full((8,), 1 + 2j * (rank + 1))
         both = torch.cat([torch.full((8,), 1 + 2j), torch.full((8,), 1 + 4j)])
         for algo in ("lamport", "p2p", "multimem", "dist"):
@@ -35,41 +25,36 @@ def test_outs_are_filled_whatever_their_memory_means(rank: int) -> None:
             leaf = torch.zeros(16, requires_grad=True)
             outs = torch._neg_view(torch.zeros(8)), torch.zeros(9)[1:], torch.zeros(16)[::2]
             for out in (*outs, leaf[:8], leaf[1::2], torch.zeros(8, requires_grad=True)):
-                assert all_reduce(x, out=out, **named) is out
+                assert nvls.all_reduce(x, out=out, **named) is out
                 assert_equal(out.detach().resolve_neg(), torch.full((8,), 3.0))
             conjugated = torch.zeros(16, dtype=torch.complex64).conj()
-            all_gather_into_tensor(z, out=conjugated, **named)
+            nvls.all_gather_into_tensor(z, out=conjugated, **named)
             assert_equal(conjugated.resolve_conj(), both)
 
 
 @ranks(2)
 def test_outs_that_cannot_take_a_result_are_refused_before_a_launch(rank: int) -> None:
     with opened() as workspace:
-        from pcomm.nvls.collectives.reductions import all_reduce
-
         x = torch.ones(8)
         for algo in ("lamport", "p2p", "multimem", "dist"):
             with pytest.raises(LayoutError, match="several elements are one place"):
-                all_reduce(x, out=torch.zeros(1).expand(8), workspace=workspace, algo=algo)
+                nvls.all_reduce(x, out=torch.zeros(1).expand(8), workspace=workspace, algo=algo)
         # Also where the kernel itself would write elsewhere.
         for part in (slice(8), slice(1, 9), slice(0, 16, 2)):
             inside = workspace.empty((16,), torch.float32)[part]
             with pytest.raises(ConfigError, match="out at byte"):
-                all_reduce(x, out=inside, workspace=workspace, algo="p2p")
+                nvls.all_reduce(x, out=inside, workspace=workspace, algo="p2p")
         assert workspace.num_launches == 0
 
 
 @ranks(2)
 def test_a_backward_that_needs_what_was_in_an_out_raises(rank: int) -> None:
     with opened() as workspace:
-        from pcomm.nvls.collectives.reductions import all_reduce
-
         for algo in ("lamport", "p2p", "multimem", "dist"):
             out, factor = torch.ones(8), torch.ones(8, requires_grad=True)
             loss = (out * factor).sum()
-            all_reduce(torch.ones(8), out=out, workspace=workspace, algo=algo)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
+            nvls.all_reduce(torch.ones(8), out=out, workspace=workspace, algo=algo)
+            refused(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
 def test_two_threads_do_not_share_the_interpreter() -> None:
@@ -86,5 +71,4 @@ def test_two_threads_do_not_share_the_interpreter() -> None:
             return lambda **_: launcher.run(Launch(Kernel(), 1, 4, {}, torch.device("cpu")))
 
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match="another thread of this process runs one"):
-            Kernel()[1,]()
+        refused(UnsupportedError, "another thread of this process runs one", Kernel()[1,])

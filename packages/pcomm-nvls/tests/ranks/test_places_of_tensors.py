@@ -8,94 +8,71 @@ from unittest import mock
 import pytest
 import torch
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import emulate, opened
+from nvls_support.refusals import refused
+from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
-
-
-def opened(**options: Any) -> Any:
-    emulate()
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    return Workspace(Group.from_process_group("tp", default_group()), 1 << 14, **options)
 
 
 @ranks(2)
 def test_gathers_refuse_inputs_where_other_ranks_store(rank: int) -> None:
-    with opened() as workspace:
-        from pcomm.nvls.collectives.fused_rmsnorm import all_reduce_add_rmsnorm
-        from pcomm.nvls.collectives.gathers import (
-            all_gather_coalesced,
-            all_gather_into_tensor,
-            gather_to_rank,
-        )
-        from pcomm.nvls.collectives.ragged import all_gather_v
-        from pcomm.nvls.collectives.reductions import all_reduce
-
+    with opened(1 << 14) as workspace:
         x = torch.full((4, 8), float(rank))
         view = workspace.empty(x.shape, x.dtype).copy_(x)
         named: dict[str, Any] = {"workspace": workspace}
         for algo in ("auto", "p2p", "dist"):
             named["algo"] = algo
+            refused(ConfigError, "other ranks store", nvls.all_gather_into_tensor, view, **named)
+            refused(ConfigError, "other ranks store", nvls.all_gather_coalesced, [x, view], **named)
+            refused(ConfigError, "other ranks store", nvls.all_gather_v, view, [4, 4], **named)
+            refused(ConfigError, "other ranks store", nvls.gather_to_rank, view, **named)
             with pytest.raises(ConfigError, match="other ranks store"):
-                all_gather_into_tensor(view, **named)
+                nvls.all_reduce_add_rmsnorm(x, view, x[0], 1e-5, **named)
             with pytest.raises(ConfigError, match="other ranks store"):
-                all_gather_coalesced([x, view], **named)
-            with pytest.raises(ConfigError, match="other ranks store"):
-                all_gather_v(view, [4, 4], **named)
-            with pytest.raises(ConfigError, match="other ranks store"):
-                gather_to_rank(view, **named)
-            with pytest.raises(ConfigError, match="other ranks store"):
-                all_reduce_add_rmsnorm(x, view, x[0], 1e-5, **named)
-            with pytest.raises(ConfigError, match="other ranks store"):
-                all_reduce_add_rmsnorm(x, x, view[0], 1e-5, **named)
+                nvls.all_reduce_add_rmsnorm(x, x, view[0], 1e-5, **named)
         # The turn was not used up, and the slot not written to.
-        assert all_reduce(view, workspace=workspace, algo="p2p").unique().tolist() == [1.0]
+        assert nvls.all_reduce(view, workspace=workspace, algo="p2p").unique().tolist() == [1.0]
 
 
 @ranks(2)
 def test_an_operation_that_is_refused_uses_up_no_slot(rank: int) -> None:
-    with opened() as workspace:
-        from pcomm.nvls.collectives.gathers import all_gather_into_tensor
-        from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
-
+    with opened(1 << 14) as workspace:
         x = torch.full((8,), float(rank))
         named: dict[str, Any] = {"workspace": workspace, "algo": "p2p"}
-        last = all_gather_into_tensor(x, copy=False, **named)
+        last = nvls.all_gather_into_tensor(x, copy=False, **named)
         for _ in range(3):
             # Three, so that the slots that they would have used are not those of a whole round.
-            for refused, algo in (
-                (all_reduce, "p2p"),
-                (reduce_scatter_tensor, "lamport"),
-                (reduce_scatter_tensor, "p2p"),
+            for operation, algo in (
+                (nvls.all_reduce, "p2p"),
+                (nvls.reduce_scatter_tensor, "lamport"),
+                (nvls.reduce_scatter_tensor, "p2p"),
             ):
-                with pytest.raises(ConfigError, match="not handed out"):
-                    refused(last, workspace=workspace, algo=algo)
+                options = {"workspace": workspace, "algo": algo}
+                refused(ConfigError, "not handed out", operation, last, **options)
             # Another rank may still read the last result, and has not been waited for.
-            view = all_gather_into_tensor(x, copy=False, **named)
+            view = nvls.all_gather_into_tensor(x, copy=False, **named)
             assert view.data_ptr() != last.data_ptr()
             assert view.tolist() == [0.0] * 8 + [1.0] * 8
             last = view
-        with pytest.raises(ConfigError, match="not handed out"):
-            all_reduce(last, **named)
+        refused(ConfigError, "not handed out", nvls.all_reduce, last, **named)
         addends = workspace.empty((8,), x.dtype).copy_(x)
         assert addends.data_ptr() != last.data_ptr()
-        assert all_reduce(addends, **named).tolist() == [1.0] * 8
+        assert nvls.all_reduce(addends, **named).tolist() == [1.0] * 8
 
 
 @ranks(2)
 def test_torch_reduces_a_copy_of_what_lies_where_other_ranks_store(rank: int) -> None:
     """A rank that has its segment may store into the slot from which this one still sends."""
-    with opened() as workspace:
+    with opened(1 << 14) as workspace:
         from pcomm.nvls import references
-        from pcomm.nvls.collectives.ragged import reduce_scatter_v
-        from pcomm.nvls.collectives.reductions import reduce_scatter_tensor
 
         begin, end = workspace.own_range
         named: dict[str, Any] = {"workspace": workspace, "algo": "dist"}
-        for operation, counts in ((reduce_scatter_tensor, ()), (reduce_scatter_v, ([2, 2],))):
+        for operation, counts in (
+            (nvls.reduce_scatter_tensor, ()),
+            (nvls.reduce_scatter_v, ([2, 2],)),
+        ):
             name = operation.__name__
             view = workspace.empty((4, 8), torch.float32).fill_(rank)
             with mock.patch.object(references, name, wraps=getattr(references, name)) as passed_on:
@@ -105,21 +82,21 @@ def test_torch_reduces_a_copy_of_what_lies_where_other_ranks_store(rank: int) ->
 
 @ranks(2)
 def test_rows_of_8_bits_over_the_addends_that_they_are_made_of(rank: int) -> None:
-    with opened() as workspace:
-        from pcomm.nvls.collectives.fused_rmsnorm import (
-            reduce_scatter_add_rmsnorm_all_gather as normed,
-        )
-
+    with opened(1 << 14) as workspace:
         random = torch.Generator().manual_seed(rank)
         x = torch.randn(8, 128, generator=random).bfloat16()
         residual, weight = torch.zeros(4, 128).bfloat16(), torch.ones(128).bfloat16()
         named: dict[str, Any] = {"workspace": workspace, "fp8": "rows"}
-        expected = normed(x, residual, weight, 1e-5, algo="dist", **named)
+        expected = nvls.reduce_scatter_add_rmsnorm_all_gather(
+            x, residual, weight, 1e-5, algo="dist", **named
+        )
         for start in (0, x.numel()):
             passed = x.clone()
             out = passed.view(torch.float8_e4m3fn).view(-1)[start : start + x.numel()]
             out = out.view(x.shape)
-            found = normed(passed, residual, weight, 1e-5, out=out, algo="p2p", **named)
+            found = nvls.reduce_scatter_add_rmsnorm_all_gather(
+                passed, residual, weight, 1e-5, out=out, algo="p2p", **named
+            )
             assert found.rows is out
             assert torch.equal(out.view(torch.uint8), expected.rows.view(torch.uint8))
             assert torch.equal(found.residual, expected.residual)
@@ -127,30 +104,26 @@ def test_rows_of_8_bits_over_the_addends_that_they_are_made_of(rank: int) -> Non
 
 @ranks(2)
 def test_results_of_any_strides_and_none_that_share_elements(rank: int) -> None:
-    with opened(deterministic=True) as workspace:
-        from pcomm.nvls.collectives.gathers import all_gather_into_tensor
-        from pcomm.nvls.collectives.reductions import all_reduce
-
+    with opened(1 << 14, deterministic=True) as workspace:
         number = torch.full((8,), complex(rank, 1 + rank))
         one, integers = torch.ones(16), torch.ones(16, dtype=torch.int64)
         for algo in ("lamport", "p2p", "dist"):
             named: dict[str, Any] = {"workspace": workspace, "algo": algo}
             conjugated = torch.zeros(16, dtype=number.dtype).conj()
-            all_gather_into_tensor(number, out=conjugated, **named)
+            nvls.all_gather_into_tensor(number, out=conjugated, **named)
             assert conjugated.tolist() == [1j] * 8 + [1 + 2j] * 8
             leaf = torch.zeros(16, 2, requires_grad=True)
-            all_reduce(one, out=leaf[:, 0], **named)
+            nvls.all_reduce(one, out=leaf[:, 0], **named)
             assert leaf.tolist() == [[2.0, 0.0]] * 16
             with pytest.raises(LayoutError, match="one place in memory"):
-                all_reduce(one, out=torch.zeros(1).expand(16), **named)
+                nvls.all_reduce(one, out=torch.zeros(1).expand(16), **named)
             inside = workspace.empty((17,), one.dtype)[1:]
-            with pytest.raises(ConfigError, match="other ranks read"):
-                all_reduce(one, out=inside, **named)
+            refused(ConfigError, "other ranks read", nvls.all_reduce, one, out=inside, **named)
         # Without a kernel, too, and in rank order.
         with pytest.raises(LayoutError, match="a result of shape"):
-            all_reduce(integers, out=torch.zeros(16), workspace=workspace)
+            nvls.all_reduce(integers, out=torch.zeros(16), workspace=workspace)
         with pytest.raises(LayoutError, match="a result of shape"):
-            all_reduce(integers, out=integers.expand(2, 16).clone(), workspace=workspace)
+            nvls.all_reduce(integers, out=integers.expand(2, 16).clone(), workspace=workspace)
 
 
 @ranks(2)
@@ -162,12 +135,9 @@ def test_an_opening_that_fails_leaves_nothing_mapped(rank: int) -> None:
 
     table = Table()
     fewer = Table(table.bands[:-1])
-    with pytest.raises(DivergenceError, match="policy"):
-        opened(table=fewer if rank else table)
+    refused(DivergenceError, "policy", opened, 1 << 14, table=fewer if rank else table)
     with open("/proc/self/maps") as maps:
         assert not [line for line in maps if "/dev/shm" in line]
     for wrong in ({"timeout_s": float("inf")}, {"timeout_s": float("nan")}, {"slots": 1.5}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            opened(**wrong)
-    with pytest.raises(ConfigError, match="as an integer"):
-        opened(lamport_bytes=1e4)
+        refused(ConfigError, next(iter(wrong)), opened, 1 << 14, **wrong)
+    refused(ConfigError, "as an integer", opened, 1 << 14, lamport_bytes=1e4)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from nvls_support.refusals import refused
+from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
-from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
 
 SUMMED = [torch.bfloat16, torch.float16, torch.float32]
 # A block moves 128 vectors of 16 bytes at a time, and 2 or 4 blocks a launch do it in turn.
@@ -83,7 +83,6 @@ class Case:
         return as_passed(self.random, torch.full(shape, 7.0, dtype=self.dtype))
 
     def reduce_scatter(self) -> str:
-        from pcomm.nvls.collectives.reductions import reduce_scatter_tensor
 
         vectors, dim = self.random.choice(VECTORS), self.random.choice([0, -1])
         rows = self.random.choice([n for n in (1, 2, 3, 9, vectors) if vectors % n == 0])
@@ -92,13 +91,12 @@ class Case:
         all_x = tensors(self.random, self.dtype, whole, self.size)
         x = self.input(all_x[self.rank])
         out = self.result((rows, columns))
-        found = reduce_scatter_tensor(x, out=out, dim=dim, **self.named)
+        found = nvls.reduce_scatter_tensor(x, out=out, dim=dim, **self.named)
         assert out is None or found is out
         check_sum(found, all_x.chunk(self.size, dim % 2 + 1)[self.rank])
         return f"{whole} dim {dim}"
 
     def all_reduce(self) -> str:
-        from pcomm.nvls.collectives.reductions import all_reduce
 
         shape = (self.random.choice(VECTORS) * self.vector,)
         all_x = tensors(self.random, self.dtype, shape, self.size)
@@ -106,19 +104,18 @@ class Case:
         out = self.result(shape)
         if self.random.random() < 0.3:
             x = out = all_x[self.rank].clone()
-        found = all_reduce(x, out=out, **self.named)
+        found = nvls.all_reduce(x, out=out, **self.named)
         assert out is None or found is out
         check_sum(found, all_x)
         return f"{shape}"
 
     def all_gather(self) -> str:
-        from pcomm.nvls.collectives.gathers import all_gather_coalesced
 
         vectors = [self.random.choice([0, 1, 2, 130]) for _ in range(self.random.randrange(1, 10))]
         all_xs = [tensors(self.random, self.dtype, (n * self.vector,), self.size) for n in vectors]
         xs = [as_passed(self.random, all_x[self.rank]) for all_x in all_xs]
         outs = [self.result((self.size * len(x),)) for x in xs]
-        found = all_gather_coalesced(xs, outs=outs, **self.named)
+        found = nvls.all_gather_coalesced(xs, outs=outs, **self.named)
         for out, one, all_x in zip(outs, found, all_xs, strict=True):
             assert out is None or one is out
             assert torch.equal(one, all_x.flatten())
@@ -145,14 +142,7 @@ def run_cases(rank: int, size: int, num_cases: int) -> None:
 @contextmanager
 def workspaces(max_bytes: int = 1 << 17) -> Iterator[list[Any]]:
     """Two of one group: with two slots, and with one that adds in rank order."""
-    emulate()
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
-    with (
-        Workspace(group, max_bytes) as first,
-        Workspace(group, max_bytes, slots=1, deterministic=True) as second,
-    ):
+    with opened(max_bytes) as first, opened(max_bytes, slots=1, deterministic=True) as second:
         yield [first, second]
 
 
@@ -182,8 +172,6 @@ def test_eight_ranks(rank: int) -> None:
 def test_kernels_that_read_from_peers_add_as_the_reference_does(rank: int) -> None:
     """Bit for bit, and on every rank the same; also what fp32 cannot hold exactly."""
     with workspaces() as (_, ordered):
-        from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
-
         named = {"workspace": ordered}
         for dtype in SUMMED:
             # Sums of these depend on their order, bf16 and fp16 overflow, and 257 and 2049 lie
@@ -195,25 +183,24 @@ def test_kernels_that_read_from_peers_add_as_the_reference_does(rank: int) -> No
                 x_cut = x[: 16 // dtype.itemsize * vectors]
                 for dim in (0, -1):
                     y = x_cut.view(3, -1)
-                    found = reduce_scatter_tensor(y, dim=dim, algo="p2p", **named)
-                    expected = reduce_scatter_tensor(y, dim=dim, algo="dist", **named)
+                    found = nvls.reduce_scatter_tensor(y, dim=dim, algo="p2p", **named)
+                    expected = nvls.reduce_scatter_tensor(y, dim=dim, algo="dist", **named)
                     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-                found = all_reduce(x_cut, algo="p2p", **named)
-                expected = all_reduce(x_cut, algo="dist", **named)
+                found = nvls.all_reduce(x_cut, algo="p2p", **named)
+                expected = nvls.all_reduce(x_cut, algo="dist", **named)
                 torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         # Without kernels for its type.
         integers = torch.arange(6).view(3, 2) + rank
-        assert reduce_scatter_tensor(integers, **named).tolist() == [[6 * rank + 3, 6 * rank + 6]]
-        assert all_reduce(integers, **named).flatten().tolist() == list(range(3, 21, 3))
+        assert nvls.reduce_scatter_tensor(integers, **named).tolist() == [
+            [6 * rank + 3, 6 * rank + 6]
+        ]
+        assert nvls.all_reduce(integers, **named).flatten().tolist() == list(range(3, 21, 3))
 
 
 @ranks(2)
 def test_results_over_their_inputs(rank: int) -> None:
     """A vector behind the input's beginning, where another block reads what one writes."""
     with workspaces() as (workspace, _):
-        from pcomm.nvls.collectives.gathers import all_gather_coalesced, all_gather_into_tensor
-        from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
-
         named = {"workspace": workspace, "algo": "p2p"}
         of_ranks = torch.arange(2 * 2 * 1200.0).view(2, 2, 1200)
         total = of_ranks.sum(0)
@@ -221,31 +208,31 @@ def test_results_over_their_inputs(rank: int) -> None:
             memory = torch.zeros(4 + 3 * 1200 + 4)
             x = memory[4:2404].view(2, 1200).copy_(of_ranks[rank])
             out = memory[4 + place :][:1200].view(1, 1200)
-            assert reduce_scatter_tensor(x, out=out, **named) is out
+            assert nvls.reduce_scatter_tensor(x, out=out, **named) is out
             assert torch.equal(out[0], total[rank])
             x.copy_(of_ranks[rank])
             half = out.view(2, 600)
-            reduce_scatter_tensor(x, out=half, dim=1, **named)
+            nvls.reduce_scatter_tensor(x, out=half, dim=1, **named)
             assert torch.equal(half, total.chunk(2, 1)[rank])
             x.copy_(of_ranks[rank])
             whole = memory[4 + place :][:2400].view(2, 1200) if place < 1204 else x
-            assert all_reduce(x, out=whole, **named) is whole
+            assert nvls.all_reduce(x, out=whole, **named) is whole
             assert torch.equal(whole, total)
         every = of_ranks[:, 0].flatten()
         for place in (0, 4, 1200, 2400):
             memory = torch.zeros(4 + 3 * 1200)
             x = memory[place:][:1200].copy_(of_ranks[rank, 0])
-            assert torch.equal(all_gather_into_tensor(x, out=memory[:2400], **named), every)
+            assert torch.equal(nvls.all_gather_into_tensor(x, out=memory[:2400], **named), every)
             x.copy_(of_ranks[rank, 0])
             columns = memory[:2400].view(2, 1200)
-            all_gather_into_tensor(x.view(2, 600), out=columns, dim=1, **named)
+            nvls.all_gather_into_tensor(x.view(2, 600), out=columns, dim=1, **named)
             assert torch.equal(columns.view(2, 2, 600).transpose(0, 1).flatten(), every)
             # Each lies over the input of the other, and one over that of the second launch.
             two = of_ranks[rank].clone()
             outs = [two[1].view(2, 600), memory[:2400].view(2, 2, 600)[0]]
             inputs = [two[0, 600:].view(1, 600), memory[600:1200].copy_(two[0, :600]).view(1, 600)]
             inputs += [two[1, :8]] * 7
-            ninth = all_gather_coalesced(inputs, outs=[*outs, *[None] * 7], **named)[-1]
+            ninth = nvls.all_gather_coalesced(inputs, outs=[*outs, *[None] * 7], **named)[-1]
             assert torch.equal(ninth, of_ranks[:, 1, :8].flatten())
             assert torch.equal(outs[0], of_ranks[:, 0, 600:])
             assert torch.equal(outs[1], of_ranks[:, 0, :600])
@@ -255,8 +242,6 @@ def test_results_over_their_inputs(rank: int) -> None:
 def test_numbers_of_barriers(rank: int) -> None:
     """One for eight tensors, one for a small all-reduce, two for a large one."""
     with workspaces() as (workspace, _):
-        from pcomm.nvls.collectives.gathers import all_gather_coalesced
-        from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
 
         def barriers(operation: Any, x: Any) -> int:
             epoch = workspace.shared_arguments()["epochs"][1]
@@ -266,50 +251,41 @@ def test_numbers_of_barriers(rank: int) -> None:
 
         for number, passed in ((1, 1), (8, 1), (9, 2), (0, 0)):
             ones = [torch.ones(4)] * number
-            assert barriers(all_gather_coalesced, ones) == passed
-        assert barriers(reduce_scatter_tensor, torch.ones(8)) == 1
+            assert barriers(nvls.all_gather_coalesced, ones) == passed
+        assert barriers(nvls.reduce_scatter_tensor, torch.ones(8)) == 1
         # 2 ranks: half of the bytes more than in two steps, which is a barrier's 1,024.
-        assert barriers(all_reduce, torch.ones(512)) == 1
-        assert barriers(all_reduce, torch.ones(516)) == 2
+        assert barriers(nvls.all_reduce, torch.ones(512)) == 1
+        assert barriers(nvls.all_reduce, torch.ones(516)) == 2
 
 
 @ranks(2)
 def test_what_does_not_fit_is_refused(rank: int) -> None:
     with workspaces(1 << 12) as (workspace, _):
-        from pcomm.nvls.collectives.gathers import all_gather_coalesced
-        from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
-
         named = {"workspace": workspace}
         x = torch.ones(4, 8)
         for dim in (0, 1):
             with pytest.raises(LayoutError, match=f"dim={dim} among 2 ranks"):
-                reduce_scatter_tensor(torch.ones(3, 7), dim=dim, **named)
-        with pytest.raises(LayoutError, match="dim=2"):
-            reduce_scatter_tensor(x, dim=2, **named)
+                nvls.reduce_scatter_tensor(torch.ones(3, 7), dim=dim, **named)
+        refused(LayoutError, "dim=2", nvls.reduce_scatter_tensor, x, dim=2, **named)
         with pytest.raises(LayoutError, match="a result of shape"):
-            reduce_scatter_tensor(x, out=torch.empty(4, 8), **named)
-        with pytest.raises(LayoutError, match="a result of shape"):
-            all_reduce(x, out=torch.empty(32), **named)
+            nvls.reduce_scatter_tensor(x, out=torch.empty(4, 8), **named)
+        refused(LayoutError, "a result of shape", nvls.all_reduce, x, out=torch.empty(32), **named)
         with pytest.raises(LayoutError, match="1 tensors for the results"):
-            all_gather_coalesced([x, x], outs=[None], **named)
+            nvls.all_gather_coalesced([x, x], outs=[None], **named)
         with pytest.raises(LayoutError, match=r"a tensor of shape \(\)"):
-            all_gather_coalesced([torch.tensor(1.0)], **named)
-        for operation in (all_reduce, reduce_scatter_tensor):
-            with pytest.raises(UnsupportedError, match="no backward"):
-                operation(x.clone().requires_grad_(), **named)
-            with pytest.raises(UnsupportedError, match="do not add"):
-                operation(x.long(), strict=True, **named)
+            nvls.all_gather_coalesced([torch.tensor(1.0)], **named)
+        for operation in (nvls.all_reduce, nvls.reduce_scatter_tensor):
+            refused(UnsupportedError, "no backward", operation, x.clone().requires_grad_(), **named)
+            refused(UnsupportedError, "do not add", operation, x.long(), strict=True, **named)
         with pytest.raises(UnsupportedError, match="slot"):
-            all_gather_coalesced([torch.ones(512)] * 2, strict=True, **named)
+            nvls.all_gather_coalesced([torch.ones(512)] * 2, strict=True, **named)
         # One byte more than a multiple of 16 in one tensor, with a sum that is one.
         odd = [torch.full((n,), rank, dtype=torch.uint8) for n in (17, 31)]
         with pytest.raises(UnsupportedError, match="multiple of 16"):
-            all_gather_coalesced(odd, strict=True, **named)
-        assert [one.sum().item() for one in all_gather_coalesced(odd, **named)] == [17, 31]
+            nvls.all_gather_coalesced(odd, strict=True, **named)
+        assert [one.sum().item() for one in nvls.all_gather_coalesced(odd, **named)] == [17, 31]
         view = workspace.empty((4, 8), torch.float32).fill_(rank + 1)
-        with pytest.raises(ConfigError, match="out at byte"):
-            all_reduce(view, out=view, algo="p2p", **named)
-        assert all_reduce(view, algo="p2p", **named).unique().tolist() == [3.0]
-        with pytest.raises(ConfigError, match="a view of the workspace"):
-            all_reduce(view, algo="p2p", **named)
-        assert all_reduce(x[:, :0], out=x[:, :0], **named).shape == (4, 0)
+        refused(ConfigError, "out at byte", nvls.all_reduce, view, out=view, algo="p2p", **named)
+        assert nvls.all_reduce(view, algo="p2p", **named).unique().tolist() == [3.0]
+        refused(ConfigError, "a view of the workspace", nvls.all_reduce, view, algo="p2p", **named)
+        assert nvls.all_reduce(x[:, :0], out=x[:, :0], **named).shape == (4, 0)

@@ -6,11 +6,10 @@ import ctypes
 from typing import Any
 from unittest import mock
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from pcomm import nvls
 from pcomm.core.doctor.report import Finding
-from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
 
 DTYPES, ALGORITHMS = ("fp32", "bf16", "fp16"), ("lamport", "multimem", "p2p")
 SUMS = [f"nvls.all_reduce.{dtype}.{algorithm}" for dtype in DTYPES for algorithm in ALGORITHMS]
@@ -29,21 +28,16 @@ FAULTS = [
 
 @ranks(2)
 def test_what_is_right_passes_and_what_is_wrong_on_one_rank_is_told_on_all(rank: int) -> None:
-    emulate()
-    from pcomm.nvls._self_test import self_test
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
-    with Workspace(group, 1 << 14) as workspace:
-        report = self_test(workspace, repetitions=2)
+    with opened(1 << 14) as workspace:
+        report = nvls.self_test(workspace, repetitions=2)
         assert [finding.name for finding in report.findings] == SUMS + GATHERS
         assert {finding.status for finding in report.findings} == {"ok"}, report.as_text()
         assert "in rank order" in report.named("nvls.all_reduce.bf16.p2p").value
         assert "rounded right" in report.named("nvls.all_reduce.fp32.multimem").value
         assert workspace.num_launches == 2 * len(SUMS) + len(GATHERS)
-    plain = Workspace.run
+    plain = nvls.Workspace.run
 
-    def run(self: Workspace, launch: Any, repeat: Any = None) -> None:
+    def run(self: nvls.Workspace, launch: Any, repeat: Any = None) -> None:
         call = self.num_launches
         plain(self, launch, repeat)
         for start, end, bit, _, _ in FAULTS:
@@ -51,10 +45,10 @@ def test_what_is_right_passes_and_what_is_wrong_on_one_rank_is_told_on_all(rank:
                 ctypes.c_uint32.from_address(launch.arguments["out"] + 8).value ^= 1 << bit
 
     with (
-        Workspace(group, 1 << 14, deterministic=True) as workspace,
-        mock.patch.object(Workspace, "run", run),
+        opened(1 << 14, deterministic=True) as workspace,
+        mock.patch.object(nvls.Workspace, "run", run),
     ):
-        report = self_test(workspace, repetitions=2)
+        report = nvls.self_test(workspace, repetitions=2)
     broken = {f.name: f.reason for f in report.findings if f.status == "broken"}
     assert [*broken] == [name for _, _, _, name, _ in FAULTS], report.as_text()
     for _, _, _, name, words in FAULTS:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from nvls_support.refusals import refused
+from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError, TopologyError, UnsupportedError
-from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
 
 SUMMED = [torch.bfloat16, torch.float16, torch.float32]
 # Blocks move 128 vectors of 16 bytes at a time, and 2 or 4 of them do it in turn.
@@ -65,33 +65,33 @@ class Case:
         return torch.tensor(self.counts, dtype=torch.int32)
 
     def all_gather_v(self) -> None:
-        from pcomm.nvls.collectives.ragged import all_gather_v
 
         whole = self.integers(sum(self.counts), self.columns)
         own = self.of_ranks(whole)[self.rank]
         if self.random.random() < 0.3:
-            found = all_gather_v(as_passed(self.random, own), self.counts, **self.named)
+            found = nvls.all_gather_v(as_passed(self.random, own), self.counts, **self.named)
             assert torch.equal(found, whole)
             return
         # Rows that do not count are sent nowhere.
         x = torch.cat([own, own.new_full((self.most - len(own), self.columns), -LEFT)])
         rows = self.random.choice([self.size * self.most, max(1, sum(self.counts) - 1), 40])
         out = self.left(rows, self.columns)
-        found = all_gather_v(as_passed(self.random, x), self.on_device(), out=out, **self.named)
+        found = nvls.all_gather_v(
+            as_passed(self.random, x), self.on_device(), out=out, **self.named
+        )
         assert found is out
         there = min(rows, len(whole))
         assert torch.equal(found[:there], whole[:there])
         assert (found[there:] == LEFT).all()
 
     def reduce_scatter_v(self) -> None:
-        from pcomm.nvls.collectives.ragged import reduce_scatter_v
 
         total = sum(self.counts)
         each = self.integers(self.size, total, self.columns)
         own = self.of_ranks(each.double().sum(0).to(self.dtype))[self.rank]
         x = each[self.rank]
         if self.random.random() < 0.3:
-            found = reduce_scatter_v(as_passed(self.random, x), self.counts, **self.named)
+            found = nvls.reduce_scatter_v(as_passed(self.random, x), self.counts, **self.named)
             assert torch.equal(found, own)
             return
         x = torch.cat([x, x.new_full((self.random.randrange(3), self.columns), -LEFT)])
@@ -100,20 +100,19 @@ class Case:
         else:
             x = as_passed(self.random, x)
         out = self.left(self.most, self.columns)
-        found = reduce_scatter_v(x, self.on_device(), out=out, **self.named)
+        found = nvls.reduce_scatter_v(x, self.on_device(), out=out, **self.named)
         assert found is out
         assert torch.equal(found[: len(own)], own)
         assert (found[len(own) :] == LEFT).all()
 
     def gather_to_rank(self) -> None:
-        from pcomm.nvls.collectives.gathers import gather_to_rank
 
         each = self.integers(self.size, self.most, self.columns)
         dim, destination = self.random.choice([0, -1]), self.random.randrange(self.size)
         out = None if self.random.random() < 0.5 else torch.cat([*each], dim)
         out = None if out is None else self.left(*out.shape)
         named = self.named | {"algo": self.random.choice(["p2p", "auto", "dist"])}
-        found = gather_to_rank(
+        found = nvls.gather_to_rank(
             as_passed(self.random, each[self.rank]),
             out=out,
             dim=dim,
@@ -130,13 +129,9 @@ class Case:
 
 
 def run_cases(rank: int, size: int, num_cases: int) -> None:
-    emulate()
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group, seeds = Group.from_process_group("tp", default_group()), random.Random(size)
-    delays = random.Random(rank)
+    seeds, delays = random.Random(size), random.Random(rank)
     names = ["all_gather_v", "reduce_scatter_v", "gather_to_rank"]
-    with Workspace(group, 1 << 18) as workspace, Workspace(group, 1 << 18, slots=1) as narrow:
+    with opened(1 << 18) as workspace, opened(1 << 18, slots=1) as narrow:
         for number in range(num_cases):
             case = Case(seeds, seeds.choice([workspace, narrow]), rank)
             if delays.randrange(3) == 0:
@@ -172,45 +167,32 @@ def test_eight_ranks_move_the_rows_that_count(rank: int) -> None:
 @ranks(2)
 def test_counts_out_of_range_are_cut_off_alike(rank: int) -> None:
     """Also where they add up to more than 32 bits hold."""
-    emulate()
-    from pcomm.nvls.collectives.ragged import all_gather_v, reduce_scatter_v
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
-    with Workspace(group, 1 << 12) as workspace:
+    with opened(1 << 12) as workspace:
         x = torch.full((2, 4), float(rank))
         for counts, rows in [([-5, 1], [1.0]), ([2**31 - 1] * 2, [0.0, 0.0, 1.0, 1.0])]:
             on_device = torch.tensor(counts, dtype=torch.int32)
             for algo in ("multimem", "p2p", "dist"):
                 out = torch.full((5, 4), 7.0)
-                all_gather_v(x, on_device, out=out, workspace=workspace, algo=algo)
+                nvls.all_gather_v(x, on_device, out=out, workspace=workspace, algo=algo)
                 assert out[:, 0].tolist() == rows + [7.0] * (5 - len(rows))
                 addends = torch.arange(3.0)[:, None].expand(3, 4)
                 out = torch.full((2, 4), 7.0)
-                reduce_scatter_v(addends, on_device, out=out, workspace=workspace, algo=algo)
+                nvls.reduce_scatter_v(addends, on_device, out=out, workspace=workspace, algo=algo)
                 own = [[7.0, 7.0], [0.0, 7.0]] if counts[0] < 0 else [[0.0, 2.0], [4.0, 7.0]]
                 assert out[:, 0].tolist() == own[rank]
 
 
 @ranks(2)
 def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None:
-    emulate()
-    from pcomm.nvls.collectives.gathers import gather_to_rank
-    from pcomm.nvls.collectives.ragged import all_gather_v, reduce_scatter_v
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    group = Group.from_process_group("tp", default_group())
     x, counts = torch.full((4, 8), float(rank)), torch.tensor([4, 4], dtype=torch.int32)
-    with Workspace(group, 1 << 12) as workspace:
+    with opened(1 << 12) as workspace:
         named: dict[str, Any] = {"workspace": workspace}
-        for operation in (all_gather_v, reduce_scatter_v):
-            with pytest.raises(LayoutError, match="3 dimensions"):
-                operation(x[None], counts, **named)
+        for operation in (nvls.all_gather_v, nvls.reduce_scatter_v):
+            refused(LayoutError, "3 dimensions", operation, x[None], counts, **named)
             for wrong in (counts.long(), counts[:1], [4], [-1, 9], [4.0, 4.0]):
                 with pytest.raises(LayoutError, match="one number of rows for each rank"):
                     operation(x, wrong, **named)
-            with pytest.raises(LayoutError, match="4 rows"):
-                operation(x, [3, 3], **named)
+            refused(LayoutError, "4 rows", operation, x, [3, 3], **named)
             with pytest.raises(LayoutError, match="a result of shape"):
                 operation(x, counts, out=torch.empty(8, 4), **named)
             with pytest.raises(UnsupportedError, match="no backward"):
@@ -219,19 +201,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
                 operation(x, counts, algo="lamport", **named)
             with pytest.raises(ConfigError, match="other ranks read"):
                 operation(x, counts, out=workspace.empty((8, 8), x.dtype), **named)
-        with pytest.raises(TopologyError, match="a group of 2 ranks"):
-            gather_to_rank(x, destination=2, **named)
-        with pytest.raises(LayoutError, match="dim=2"):
-            gather_to_rank(x, dim=2, **named)
+        refused(TopologyError, "a group of 2 ranks", nvls.gather_to_rank, x, destination=2, **named)
+        refused(LayoutError, "dim=2", nvls.gather_to_rank, x, dim=2, **named)
         with pytest.raises(UnsupportedError, match="no such kernel"):
-            gather_to_rank(x, algo="multimem", **named)
+            nvls.gather_to_rank(x, algo="multimem", **named)
         # Rows of a quarter of a slot: four of them, or five.
         wide = torch.ones(3, 256)
-        assert len(all_gather_v(wide[:2], [2, 2], strict=True, **named)) == 4
+        assert len(nvls.all_gather_v(wide[:2], [2, 2], strict=True, **named)) == 4
         with pytest.raises(UnsupportedError, match="more than a slot"):
-            all_gather_v(wide[: 3 - rank], [3, 2], strict=True, **named)
+            nvls.all_gather_v(wide[: 3 - rank], [3, 2], strict=True, **named)
         # Rows that are no multiple of 16 bytes, and none at all.
-        narrow = all_gather_v(x[:, :3], counts, **named)
+        narrow = nvls.all_gather_v(x[:, :3], counts, **named)
         assert narrow[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
-        assert all_gather_v(x[:0], [0, 0], **named).shape == (0, 8)
-        assert reduce_scatter_v(x[:, :0], counts, **named).shape == (4, 0)
+        assert nvls.all_gather_v(x[:0], [0, 0], **named).shape == (0, 8)
+        assert nvls.reduce_scatter_v(x[:, :0], counts, **named).shape == (4, 0)

@@ -11,111 +11,81 @@ from typing import Any
 import pytest
 import torch
 
-from nvls_support.emulation import emulate
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    DivergenceError,
-    PeerError,
-    PeerTimeoutError,
-)
+from nvls_support.emulation import emulate, opened
+from nvls_support.refusals import refused
+from pcomm import nvls
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PeerError, PeerTimeoutError
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing import ranks
-from pcomm.core.testing.on_ranks import default_group
 from pcomm.core.topology import Topology
-
-
-def group() -> Group:
-    return Group.from_process_group("tp", default_group())
-
-
-def modules() -> tuple[Any, Any, Any]:
-    emulate()
-    from pcomm.nvls.collectives.gathers import all_gather_into_tensor
-    from pcomm.nvls.collectives.reductions import all_reduce
-    from pcomm.nvls.workspace.workspace import Workspace
-
-    return Workspace, all_gather_into_tensor, all_reduce
 
 
 @ranks(2)
 def test_views_of_slots_are_valid_until_the_next_operation(rank: int) -> None:
-    new_workspace, gather, _ = modules()
     x = torch.arange(8.0) + 10 * rank
     both = torch.cat([torch.arange(8.0), torch.arange(8.0) + 10])
-    with new_workspace(group(), 1 << 12) as workspace:
+    with opened() as workspace:
         views = []
         for step, algo in enumerate(["multimem", "p2p", "multimem"]):
-            views.append(gather(x + step, workspace=workspace, algo=algo, copy=False))
+            views.append(
+                nvls.all_gather_into_tensor(x + step, workspace=workspace, algo=algo, copy=False)
+            )
             workspace.check_view(views[-1])
             assert torch.equal(views[-1], both + step)
             for view in views[:-1]:
-                with pytest.raises(ConfigError, match=f"operation {step} has begun"):
-                    workspace.check_view(view)
+                refused(ConfigError, f"operation {step} has begun", workspace.check_view, view)
             # What is used late in practice is a part of one.
             for part in (views[-1][3:], views[-1].view(2, 8)[1], views[-1].view(2, 8).t()):
                 workspace.check_view(part)
             if step:
                 for part in (views[-2][3:], views[-2].view(2, 8)[1]):
-                    with pytest.raises(ConfigError, match=f"operation {step} has begun"):
-                        workspace.check_view(part)
+                    refused(ConfigError, f"operation {step} has begun", workspace.check_view, part)
         # Of the third operation the memory is that of the first.
         assert views[2].data_ptr() == views[0].data_ptr() != views[1].data_ptr()
         workspace.check_view(x)
-        copied = gather(x, workspace=workspace, algo="lamport", copy=False)
+        copied = nvls.all_gather_into_tensor(x, workspace=workspace, algo="lamport", copy=False)
         workspace.check_view(copied)
         assert torch.equal(copied, both)
 
 
 @ranks(2)
 def test_an_input_that_was_written_in_place_is_used_once(rank: int) -> None:
-    new_workspace, _, all_reduce = modules()
     named = {"algo": "multimem"}
-    with new_workspace(group(), 1 << 12) as workspace:
+    with opened() as workspace:
         view = workspace.empty((64,), torch.float32).fill_(rank + 1)
         # Asked for twice before the operation, it would be the same memory.
-        with pytest.raises(ConfigError, match="is still held"):
-            workspace.empty((8,), torch.float32)
-        assert all_reduce(view, workspace=workspace, **named).unique().tolist() == [3]
+        refused(ConfigError, "is still held", workspace.empty, (8,), torch.float32)
+        assert nvls.all_reduce(view, workspace=workspace, **named).unique().tolist() == [3]
         for _ in range(2):
             # In the turn of the other slot, and in that of its own, which was not handed out.
             with pytest.raises(ConfigError, match="not handed out"):
-                all_reduce(view, workspace=workspace, **named)
-        with pytest.raises(ConfigError, match="max_bytes=4096"):
-            workspace.empty((1025,), torch.float32)
-        with pytest.raises(RuntimeError, match="negative dimension"):
-            workspace.empty((-1, -1), torch.float32)
+                nvls.all_reduce(view, workspace=workspace, **named)
+        refused(ConfigError, "max_bytes=4096", workspace.empty, (1025,), torch.float32)
+        refused(RuntimeError, "negative dimension", workspace.empty, (-1, -1), torch.float32)
         # One that is gone, as after an error between, is in nobody's way.
         place = workspace.empty((4,), torch.float32).data_ptr()
         small = workspace.empty((4,), torch.float32).fill_(rank)
         assert small.data_ptr() == place
-        assert all_reduce(small, workspace=workspace, **named).tolist() == [1] * 4
+        assert nvls.all_reduce(small, workspace=workspace, **named).tolist() == [1] * 4
 
 
 @ranks(2)
 def test_memory_for_an_input_may_be_had_again_whatever_has_read_it(rank: int) -> None:
     """A loop holds the tensor of the last time when it asks for the next one."""
-    new_workspace, _, all_reduce = modules()
-    from pcomm.nvls import (
-        all_reduce_add_rmsnorm,
-        reduce_scatter_add_rmsnorm_all_gather,
-        reduce_scatter_tensor,
-        reduce_scatter_v,
-    )
 
     weight = torch.ones(16)
-    with new_workspace(group(), 1 << 12) as workspace:
+    with opened() as workspace:
 
         def sums_of(view: Any, **options: Any) -> list[Any]:
             named, rows = {"workspace": workspace, **options}, len(view)
             residual = torch.zeros(rows, 16)
             return [
-                lambda: all_reduce(view, **named),
-                lambda: reduce_scatter_tensor(view, **named),
-                lambda: reduce_scatter_v(view, [rows, 0], **named),
-                lambda: all_reduce_add_rmsnorm(view, residual, weight, 0.0, **named)[1],
-                lambda: reduce_scatter_add_rmsnorm_all_gather(
+                lambda: nvls.all_reduce(view, **named),
+                lambda: nvls.reduce_scatter_tensor(view, **named),
+                lambda: nvls.reduce_scatter_v(view, [rows, 0], **named),
+                lambda: nvls.all_reduce_add_rmsnorm(view, residual, weight, 0.0, **named)[1],
+                lambda: nvls.reduce_scatter_add_rmsnorm_all_gather(
                     view, residual[: rows // 2], weight, 0.0, **named
                 )[1],
             ]
@@ -129,21 +99,19 @@ def test_memory_for_an_input_may_be_had_again_whatever_has_read_it(rank: int) ->
                 assert torch.equal(found, torch.full_like(found, 1 + 2 * step))
         # What has read another tensor does not count.
         kept = workspace.empty((4, 16), torch.float32).fill_(rank)
-        all_reduce(weight, workspace=workspace, algo="dist")
-        with pytest.raises(ConfigError, match="is still held"):
-            workspace.empty((4, 16), torch.float32)
-        assert all_reduce(kept, workspace=workspace, algo="p2p").unique().tolist() == [1]
+        nvls.all_reduce(weight, workspace=workspace, algo="dist")
+        refused(ConfigError, "is still held", workspace.empty, (4, 16), torch.float32)
+        assert nvls.all_reduce(kept, workspace=workspace, algo="p2p").unique().tolist() == [1]
 
 
 @ranks(2)
 def test_many_workspaces_one_after_another_and_two_at_once(rank: int) -> None:
     """What they leave behind fails the test."""
-    new_workspace, gather, all_reduce = modules()
     x = torch.full((16,), float(rank))
     for _ in range(8):
-        with new_workspace(group(), 1 << 12) as first, new_workspace(group(), 1 << 13) as second:
-            one = all_reduce(x, workspace=first, algo="p2p")
-            two = gather(x, workspace=second, algo="p2p")
+        with opened() as first, opened(1 << 13) as second:
+            one = nvls.all_reduce(x, workspace=first, algo="p2p")
+            two = nvls.all_gather_into_tensor(x, workspace=second, algo="p2p")
             assert one.tolist() == [1.0] * 16
             assert two.tolist() == [0.0] * 16 + [1.0] * 16
     with open("/proc/self/maps") as maps:
@@ -152,23 +120,20 @@ def test_many_workspaces_one_after_another_and_two_at_once(rank: int) -> None:
 
 @ranks(2)
 def test_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
-    new_workspace, gather, all_reduce = modules()
     x = torch.full((16,), float(rank))
-    with new_workspace(group(), 1 << 12, debug=True) as workspace:
-        assert all_reduce(x, workspace=workspace).tolist() == [1.0] * 16
+    with opened(debug=True) as workspace:
+        assert nvls.all_reduce(x, workspace=workspace).tolist() == [1.0] * 16
         with pytest.raises(DivergenceError, match="num_bytes=32"):
-            all_reduce(x[: 8 + 8 * rank], workspace=workspace)
+            nvls.all_reduce(x[: 8 + 8 * rank], workspace=workspace)
         with pytest.raises(DivergenceError, match="all_gather_into_tensor"):
-            (gather if rank else all_reduce)(x, workspace=workspace)
-        assert all_reduce(x, workspace=workspace).tolist() == [1.0] * 16
-    with pytest.raises(DivergenceError, match="max_bytes"):
-        new_workspace(group(), 1 << (12 + rank))
+            (nvls.all_gather_into_tensor if rank else nvls.all_reduce)(x, workspace=workspace)
+        assert nvls.all_reduce(x, workspace=workspace).tolist() == [1.0] * 16
+    refused(DivergenceError, "max_bytes", opened, 1 << (12 + rank))
 
 
 @ranks(2)
 def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
     """The host of a CPU captures nothing; the turns are those that a capture would get."""
-    new_workspace, gather, all_reduce = modules()
     from pcomm.nvls.workspace.slots import SlotRing
 
     class Captured(SlotRing):
@@ -176,17 +141,17 @@ def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
             return super().next(is_captured=True)
 
     x = torch.full((16,), float(rank))
-    with new_workspace(group(), 1 << 12) as workspace:
+    with opened() as workspace:
         workspace.turns.rotation = Captured()
         numbers = []
         for step in range(4):
             if step == 2:
                 with workspace.sequence():
-                    all_reduce(x, workspace=workspace, algo="p2p")
-                    all_reduce(x, workspace=workspace, algo="multimem")
+                    nvls.all_reduce(x, workspace=workspace, algo="p2p")
+                    nvls.all_reduce(x, workspace=workspace, algo="multimem")
             view = workspace.empty((16,), torch.float32).copy_(x)
-            assert all_reduce(view, workspace=workspace, algo="p2p").tolist() == [1.0] * 16
-            found = gather(x, workspace=workspace, algo="multimem")
+            assert nvls.all_reduce(view, workspace=workspace, algo="p2p").tolist() == [1.0] * 16
+            found = nvls.all_gather_into_tensor(x, workspace=workspace, algo="multimem")
             assert found.tolist() == [0.0] * 16 + [1.0] * 16
             numbers.append(int(workspace._epochs[1]))
         # Of block 0: each operation has a barrier, and one more where it does not know the last.
@@ -195,16 +160,16 @@ def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
 
 @ranks(2)
 def test_a_workspace_that_is_dropped_warns_and_one_that_is_closed_does_not(rank: int) -> None:
-    new_workspace, _, _ = modules()
     with open_groups(Topology({"tp": 2}), ["tp"]) as groups:
+        emulate()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with new_workspace(groups["tp"], 1 << 12) as workspace:
+            with nvls.Workspace(groups["tp"], 1 << 12) as workspace:
                 pass
-            alone = new_workspace(Group("alone", (rank,), None), 1 << 12)  # has no memory
+            alone = nvls.Workspace(Group("alone", (rank,), None), 1 << 12)  # has no memory
             del workspace, alone
             gc.collect()
-        workspace = new_workspace(groups["tp"], 1 << 12)
+        workspace = nvls.Workspace(groups["tp"], 1 << 12)
         with pytest.warns(ResourceWarning, match="was not closed"):
             del workspace
     assert " /dev/shm/" not in Path("/proc/self/maps").read_text()
@@ -212,12 +177,11 @@ def test_a_workspace_that_is_dropped_warns_and_one_that_is_closed_does_not(rank:
 
 @ranks(2)
 def test_a_device_may_be_named_and_a_table_be_given(rank: int) -> None:
-    new_workspace, _, _ = modules()
     from pcomm.nvls.policy import Band, CollectiveRequest, Table, Threshold
 
     rows = (Threshold("p2p", 1 << 20, 2, 4, "a test"),)
     table = Table((Band(("emulated",), ("all_reduce",), (2, 2), rows), *Table().bands))
-    with new_workspace(group(), 1 << 12, device="cpu", table=table) as workspace:
+    with opened(device="cpu", table=table) as workspace:
         assert "(a test)" in workspace.explain(CollectiveRequest("all_reduce", 4096, torch.float32))
     # On one rank alone: the other one hears of it, and does not wait.
     for wrong, words in (
@@ -228,32 +192,30 @@ def test_a_device_may_be_named_and_a_table_be_given(rank: int) -> None:
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "no CUDA device")]),
     ):
         with pytest.raises(PeerError if rank else ConfigError, match=words):
-            new_workspace(group(), **{"max_bytes": 1 << 12, **({} if rank else wrong)})
+            opened(**{"max_bytes": 1 << 12, **({} if rank else wrong)})
 
 
 @ranks(2)
 def test_a_forked_process_takes_no_part(rank: int) -> None:
-    new_workspace, _, all_reduce = modules()
     x = torch.ones(16)
-    with new_workspace(group(), 1 << 12) as workspace:
+    with opened() as workspace:
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                all_reduce(x, workspace=workspace, algo="p2p")
+                nvls.all_reduce(x, workspace=workspace, algo="p2p")
             except ClosedError as error:
                 code = 7 if f"process {os.getppid()}" in error.found else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert all_reduce(x, workspace=workspace, algo="p2p").tolist() == [2.0] * 16
+        assert nvls.all_reduce(x, workspace=workspace, algo="p2p").tolist() == [2.0] * 16
 
 
 @ranks(2)
 def test_a_rank_that_makes_another_call_is_told_of_debug(rank: int) -> None:
     """Neither of them is at fault where it raises."""
-    new_workspace, _, all_reduce = modules()
-    with new_workspace(group(), 1 << 12, timeout_s=0.2) as workspace:
+    with opened(timeout_s=0.2) as workspace:
         algo = "lamport" if rank else "p2p"
         with pytest.raises(PeerTimeoutError, match="debug=True"):
-            all_reduce(torch.ones(16), workspace=workspace, algo=algo)
+            nvls.all_reduce(torch.ones(16), workspace=workspace, algo=algo)

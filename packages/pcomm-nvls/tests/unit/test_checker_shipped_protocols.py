@@ -75,11 +75,7 @@ def test_two_ctas_on_three_ranks():
 
 @pytest.mark.parametrize(
     ("size", "num_letters"),
-    [
-        (2, 3),
-        (3, 2),
-        *(pytest.param(size, 6 - size, marks=pytest.mark.soak) for size in (2, 3)),
-    ],
+    [(2, 3), (3, 2), *(pytest.param(size, 6 - size, marks=pytest.mark.soak) for size in (2, 3))],
 )
 def test_lamport_operations_of_all_sizes_through_all_slots(size, num_letters):
     # Five operations: the fourth has the slot of the first, and the fifth that of the second.

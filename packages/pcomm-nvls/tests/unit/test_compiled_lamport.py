@@ -17,17 +17,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-from nvls_support.compiled import (
-    CompiledKernel,
-    accesses,
-    any_arguments,
-    compile_kernel,
-    problems_of,
-)
+from nvls_support.compiled import accesses, any_arguments, compile_kernel, problems_of
 from pcomm.nvls.collectives.gathers import all_gather_launch
 from pcomm.nvls.collectives.reductions import all_reduce_launch, reduce_scatter_launch
 from pcomm.nvls.policy.choose import Choice
-from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.memory import LamportState
 
 CHOICE = Choice("lamport", 4, 8, "test")
@@ -75,9 +68,7 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def launch_of(
-    name: str, dtype: torch.dtype, way: str, world: int, choice: Choice = CHOICE
-) -> Launch:
+def launch_of(name, dtype, way, world, choice=CHOICE):
     """The launch of an operation whose shards have 4 rows of 128 bytes."""
     shared = any_arguments(world, way)
     del shared["slot"]
@@ -102,9 +93,7 @@ def launch_of(
 
 
 @cache
-def compiled(
-    name: str, dtype: torch.dtype, way: str, capability: int, world: int
-) -> CompiledKernel:
+def compiled(name, dtype, way, capability, world):
     launch = launch_of(name, dtype, way, world)
     return compile_kernel(
         launch.kernel,

@@ -31,9 +31,7 @@ def built(launch: Launch, capability: int) -> CompiledKernel:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("capability", [103, 120])
-def test_every_launch_accesses_memory_as_on_sm_100(
-    launches: dict[tuple[str, str], Launch], capability: int
-) -> None:
+def test_every_launch_accesses_memory_as_on_sm_100(launches, capability):
     """The rules of `problems_of` are about accesses, and tests of sm_100 hold them."""
     for case, launch in launches.items():
         later, known = built(launch, capability), built(launch, 100)

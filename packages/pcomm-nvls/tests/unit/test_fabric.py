@@ -53,9 +53,7 @@ RACK = bytes(range(16))
         (Nvml(RACK, 5, status=999), "GPU-1", ""),
     ],
 )
-def test_ranks_of_one_domain_and_clique_have_the_same_text(
-    nvml: Any, uuid: str, expected: str
-) -> None:
+def test_ranks_of_one_domain_and_clique_have_the_same_text(nvml, uuid, expected):
     assert nvlink_domain(uuid, lambda _: nvml) == expected
     assert nvml.is_open == 0
 

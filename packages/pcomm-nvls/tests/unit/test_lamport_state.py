@@ -141,9 +141,7 @@ def test_the_wait_is_for_every_word_under_the_mask(monkeypatch: pytest.MonkeyPat
     assert memory.sleeps == 8
 
 
-def test_the_limit_names_the_rank_of_the_first_vector_that_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_limit_names_the_rank_of_the_first_vector_that_is_missing(monkeypatch):
     memory = Memory(monkeypatch, [0, 1, 2, 3, 8, 9, 10])
     assert memory.wait([1, 0, 1, 0], 20) == 7 + 1
     assert memory.sleeps == 21

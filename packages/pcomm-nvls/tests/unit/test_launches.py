@@ -14,12 +14,12 @@ from triton.runtime import driver
 
 from nvls_support.calls import calls
 from nvls_support.fake_device import FakeStream, fake_driver, fake_workspace
+from nvls_support.refusals import refused
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.nvls.collectives.gathers import all_gather_into_tensor
 from pcomm.nvls.collectives.ragged import all_gather_v
 from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
 from pcomm.nvls.policy.table import OPERATIONS as OPERATION_FACTS
-from pcomm.nvls.policy.table import Algorithm
 from pcomm.nvls.workspace import launch as repeats
 from pcomm.nvls.workspace.launch import _MOST_CALLS, Launch, values_of
 from pcomm.nvls.workspace.workspace import Workspace
@@ -47,12 +47,7 @@ def stream() -> FakeStream:
 
 
 @pytest.fixture(params=["with guards", "without guards"])
-def workspace(
-    launches: list[tuple[Any, ...]],
-    stream: FakeStream,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> Iterator[Workspace]:
+def workspace(launches, stream, monkeypatch, request):
     """A workspace; repeated calls are known by a call of torch, or by looking at each property."""
     launches.clear()
     if request.param == "without guards":
@@ -81,13 +76,7 @@ class Counted:
 
 @pytest.mark.parametrize("algo", ["lamport", "multimem", "p2p"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_equal_call_builds_and_compiles_nothing(
-    workspace: Workspace,
-    launches: list[tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    algo: str,
-) -> None:
+def test_an_equal_call_builds_and_compiles_nothing(workspace, launches, monkeypatch, name, algo):
     run = OPERATIONS[name]
     first = [run(X, workspace=workspace, algo=algo) for _ in range(2)]  # one a slot
     compiled, built = workspace.launcher.num_compiled, Counted(workspace.choose)
@@ -114,9 +103,7 @@ def _without(launch: tuple[Any, ...], result: Tensor) -> list[Any]:
     return values
 
 
-def test_a_call_that_differs_is_checked_again(
-    workspace: Workspace, launches: list[tuple[Any, ...]]
-) -> None:
+def test_a_call_that_differs_is_checked_again(workspace, launches):
     out = torch.empty_like(X)
     for _ in range(4):
         all_reduce(X, out=out, workspace=workspace)
@@ -144,9 +131,7 @@ def test_a_call_that_differs_is_checked_again(
     assert X.data_ptr() in addresses(X, out)
 
 
-def test_turns_go_on_through_repeated_calls(
-    workspace: Workspace, launches: list[tuple[Any, ...]]
-) -> None:
+def test_turns_go_on_through_repeated_calls(workspace, launches):
     places = [workspace.regions.slot(place) for place in range(2)]
     for _ in range(3):
         all_reduce(X, workspace=workspace, algo="p2p")
@@ -156,28 +141,21 @@ def test_turns_go_on_through_repeated_calls(
     assert seen == [places[number % 2] for number in range(9)]
 
 
-def test_a_repeated_call_keeps_to_the_stream_and_to_the_workspace(
-    workspace: Workspace, stream: FakeStream
-) -> None:
+def test_a_repeated_call_keeps_to_the_stream_and_to_the_workspace(workspace, stream):
     for _ in range(4):
         all_reduce(X, workspace=workspace)
     stream.handle += 1
-    with pytest.raises(ConfigError, match="another stream"):
-        all_reduce(X, workspace=workspace)
+    refused(ConfigError, "another stream", all_reduce, X, workspace=workspace)
     stream.handle -= 1
     workspace.failure_word.value = 3
-    with pytest.raises(Exception, match="rank 2 did not signal"):
-        all_reduce(X, workspace=workspace)
+    refused(Exception, "rank 2 did not signal", all_reduce, X, workspace=workspace)
     workspace.failure_word.value = 0
     all_reduce(X, workspace=workspace)
     workspace.close()
-    with pytest.raises(Exception, match="closed"):
-        all_reduce(X, workspace=workspace)
+    refused(Exception, "closed", all_reduce, X, workspace=workspace)
 
 
-def test_a_capture_refuses_to_compile_and_names_what_to_call(
-    workspace: Workspace, stream: FakeStream, launches: list[tuple[Any, ...]]
-) -> None:
+def test_a_capture_refuses_to_compile_and_names_what_to_call(workspace, stream, launches):
     counts = torch.full((SIZE,), 3, dtype=torch.int32)
 
     def step() -> None:
@@ -190,8 +168,7 @@ def test_a_capture_refuses_to_compile_and_names_what_to_call(
     stream.captured = True
     # With the entry barrier that an operation in a graph has: compiled by the call before.
     all_reduce(X, workspace=workspace, algo="multimem")
-    with pytest.raises(ConfigError, match=r"(?s)all_gather_v.*ENTRY=True.*Workspace.prepare"):
-        step()
+    refused(ConfigError, r"(?s)all_gather_v.*ENTRY=True.*Workspace.prepare", step)
     stream.captured = False
     before, generation = len(launches), workspace.turns.rotation.generation
     workspace.prepare(step)
@@ -215,25 +192,20 @@ def test_a_capture_refuses_to_compile_and_names_what_to_call(
     ]
 
 
-def test_memory_that_was_handed_out_keeps_to_its_stream(
-    workspace: Workspace, stream: FakeStream
-) -> None:
+def test_memory_that_was_handed_out_keeps_to_its_stream(workspace, stream):
     x = workspace.empty(X.shape, X.dtype)
     stream.handle += 1
     for again in (
         lambda: all_reduce(x, workspace=workspace),
         lambda: workspace.empty((8,), X.dtype),
     ):
-        with pytest.raises(ConfigError, match="another stream"):
-            again()
+        refused(ConfigError, "another stream", again)
     stream.handle -= 1
     all_reduce(x, workspace=workspace)
     assert workspace.num_launches == 1
 
 
-def test_a_recording_that_is_given_up_has_used_no_turn(
-    workspace: Workspace, stream: FakeStream
-) -> None:
+def test_a_recording_that_is_given_up_has_used_no_turn(workspace, stream):
     """Else a rank that recorded fewer operations than the others would use other slots."""
     for _ in range(3):
         all_reduce(X, workspace=workspace, algo="p2p")
@@ -247,8 +219,7 @@ def test_a_recording_that_is_given_up_has_used_no_turn(
             workspace.empty(X.shape, X.dtype)
             raise RuntimeError("given up")
 
-    with pytest.raises(RuntimeError, match="given up"):
-        record()
+    refused(RuntimeError, "given up", record)
     stream.captured = False
     turn = workspace.turn()
     assert (turn.generation, turn.slot, turn.needs_entry, turn.is_prepared) == (3, 1, False, False)
@@ -262,12 +233,7 @@ def test_a_recording_that_is_given_up_has_used_no_turn(
 
 
 @pytest.mark.parametrize("first_in_graph", [False, True])
-def test_memory_that_was_handed_out_keeps_to_its_graph(
-    workspace: Workspace,
-    stream: FakeStream,
-    launches: list[tuple[Any, ...]],
-    first_in_graph: bool,
-) -> None:
+def test_memory_that_was_handed_out_keeps_to_its_graph(workspace, stream, launches, first_in_graph):
     """Replays would write to it while other ranks still read what the replay before has left."""
     workspace.prepare(
         lambda: all_reduce(workspace.empty(X.shape, X.dtype), workspace=workspace, algo="p2p")
@@ -278,17 +244,14 @@ def test_memory_that_was_handed_out_keeps_to_its_graph(
         all_reduce(X, workspace=workspace, algo="p2p")
         x = workspace.empty(X.shape, X.dtype)
     stream.captured = not first_in_graph
-    with pytest.raises(ConfigError, match="in the same CUDA graph"):
-        all_reduce(x, workspace=workspace, algo="p2p")
+    refused(ConfigError, "in the same CUDA graph", all_reduce, x, workspace=workspace, algo="p2p")
     # The turn was not used up, and the operation that has it meets the others before it writes.
     turn = workspace.turn()
     assert (turn.generation, turn.slot, turn.needs_entry) == (1, 1, True)
     assert not turn.is_prepared
 
 
-def test_a_launch_that_fails_uses_up_no_slot(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_fails_uses_up_no_slot(workspace, monkeypatch):
     """Else the next operation would write where another rank still reads the one before."""
     all_reduce(X, workspace=workspace)
 
@@ -301,8 +264,7 @@ def test_a_launch_that_fails_uses_up_no_slot(
             with pytest.raises(RuntimeError, match="out of registers"):
                 all_reduce(X, workspace=workspace, algo="p2p")
         x = workspace.empty(X.shape, X.dtype)
-        with pytest.raises(RuntimeError, match="out of registers"):
-            all_reduce(x, workspace=workspace, algo="p2p")
+        refused(RuntimeError, "out of registers", all_reduce, x, workspace=workspace, algo="p2p")
     turn = workspace.turn()
     assert (turn.slot, turn.generation, turn.is_prepared) == (1, 1, True)
 
@@ -311,14 +273,11 @@ def test_a_wait_that_fails_hands_nothing_out(workspace: Workspace, stream: FakeS
     stream.captured = True
     for _ in range(2):
         # The second time, too: in a graph the slot is written to by each replay.
-        with pytest.raises(ConfigError, match="wait_for_all_kernel"):
-            workspace.empty(X.shape, X.dtype)
+        refused(ConfigError, "wait_for_all_kernel", workspace.empty, X.shape, X.dtype)
     assert workspace.turns.rotation.generation == 0
 
 
-def test_torch_distributed_gets_no_memory_that_other_ranks_store_to(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_distributed_gets_no_memory_that_other_ranks_store_to(workspace, monkeypatch):
     """A rank that has its segment may go on to a kernel while this one sends to a third."""
     from pcomm.nvls import reduce_scatter_v, references
 
@@ -346,9 +305,7 @@ def test_as_many_calls_are_kept_as_there_is_room_for(workspace: Workspace) -> No
     assert len(workspace.repeats) == 1
 
 
-def test_calls_that_are_compared_between_ranks_are_not_skipped(
-    launches: list[tuple[Any, ...]],
-) -> None:
+def test_calls_that_are_compared_between_ranks_are_not_skipped(launches):
     with fake_workspace(SIZE, debug=True) as workspace:
         for _ in range(3):
             all_reduce(X, workspace=workspace)
@@ -363,13 +320,10 @@ def test_a_result_in_the_workspace_is_refused_again(workspace: Workspace) -> Non
     inside = workspace.memory.buffer()[start : start + X.nbytes].view(X.dtype).view(X.shape)
     with pytest.raises(ConfigError, match="memory that other ranks read"):
         all_reduce(X, out=inside, workspace=workspace, algo="p2p")
-    with pytest.raises(ConfigError, match="not handed out"):
-        all_reduce(inside, workspace=workspace, algo="p2p")
+    refused(ConfigError, "not handed out", all_reduce, inside, workspace=workspace, algo="p2p")
 
 
-def test_a_repeated_call_keeps_to_what_an_out_means(
-    workspace: Workspace, launches: list[tuple[Any, ...]]
-) -> None:
+def test_a_repeated_call_keeps_to_what_an_out_means(workspace, launches):
     out = torch.zeros_like(X)
     for _ in range(4):
         before = out._version
@@ -392,9 +346,7 @@ CASES = [(name, algo) for name, one in OPERATION_FACTS.items() for algo in one.a
 
 
 @pytest.mark.parametrize(("name", "algo"), CASES)
-def test_each_operation_is_launched_as_it_was_compiled(
-    launches: list[tuple[Any, ...]], name: str, algo: Algorithm
-) -> None:
+def test_each_operation_is_launched_as_it_was_compiled(launches, name, algo):
     """The driver refuses all else: in first calls, in repeated ones, and under a profiler."""
     launches.clear()
     told: list[str] = []
@@ -448,15 +400,12 @@ def test_the_driver_refuses_what_no_launcher_takes(launches: list[tuple[Any, ...
                 with pytest.raises(TypeError):
                     runner.start(*changed)
         for changed in (good[:-1], [*good, 0]):
-            with pytest.raises(TypeError, match="parameters"):
-                runner.start(*changed)
+            refused(TypeError, "parameters", runner.start, *changed)
     assert [one[1] for one in launches] == [good[0], good[0], good[0] // 2]
 
 
 @pytest.mark.parametrize("slot", [1, 8, 16, 4096, 1 << 33, (1 << 33) + 8])
-def test_arguments_of_another_kind_take_another_variant(
-    launches: list[tuple[Any, ...]], slot: int
-) -> None:
+def test_arguments_of_another_kind_take_another_variant(launches, slot):
     """An oracle: Triton's own binding finds the variant that the launcher has compiled."""
     from pcomm.nvls.collectives.reductions import all_reduce_launch, all_reduce_question
 
@@ -477,14 +426,9 @@ def test_arguments_of_another_kind_take_another_variant(
 
 
 @pytest.mark.parametrize("algo", ["multimem", "p2p"])
-def test_the_launcher_takes_the_variant_that_triton_takes(
-    launches: list[tuple[Any, ...]], algo: str
-) -> None:
+def test_the_launcher_takes_the_variant_that_triton_takes(launches, algo):
     """An oracle: Triton's own binding of the same arguments compiles nothing new."""
-    from pcomm.nvls.collectives.gathers import (
-        all_gather_launch,
-        all_gather_question,
-    )
+    from pcomm.nvls.collectives.gathers import all_gather_launch, all_gather_question
 
     with fake_workspace(SIZE) as workspace:
         for rows in (1, 2, 16, 17, 64):

@@ -21,9 +21,7 @@ def off_by_digits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [16, 200, 2880])
-def test_the_norm_is_torch_s_but_for_the_last_digit_of_fp32(
-    dtype: torch.dtype, hidden: int
-) -> None:
+def test_the_norm_is_torch_s_but_for_the_last_digit_of_fp32(dtype, hidden):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, hidden, generator=generator).to(dtype)
     weight = torch.randn(hidden, generator=generator).to(dtype)
@@ -38,11 +36,7 @@ def test_a_row_of_8_bit_floats_uses_their_whole_range() -> None:
     x = torch.tensor([[0.875, -1.75, 0.4375, 0.0], [0.0, 0.0, 0.0, 0.0], [896.0, 1.0, 2.0, 3.0]])
     rows, scales = fp8_rows(x)
     assert scales.tolist() == [2.0**-8, 2.0**-64, 2.0]
-    assert rows.float().tolist() == [
-        [224.0, -448.0, 112.0, 0.0],
-        [0.0] * 4,
-        [448.0, 0.5, 1.0, 1.5],
-    ]
+    assert rows.float().tolist() == [[224.0, -448.0, 112.0, 0.0], [0.0] * 4, [448.0, 0.5, 1.0, 1.5]]
 
 
 def test_a_given_scale_cuts_large_numbers_off() -> None:

@@ -98,9 +98,7 @@ class Machine:
         (Machine((), torch_error="no torch"), "info", "not measured", "torch cannot be imported"),
     ],
 )
-def test_what_a_group_of_this_machine_could_use(
-    machine: Any, status: str, value: str, reason: str
-) -> None:
+def test_what_a_group_of_this_machine_could_use(machine, status, value, reason):
     (finding,) = check_nvls(machine)
     assert (finding.name, finding.status, finding.value) == ("nvls", status, value)
     assert reason in finding.reason

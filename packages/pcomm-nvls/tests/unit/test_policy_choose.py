@@ -10,7 +10,7 @@ import torch
 
 from pcomm.core.errors import ConfigError
 from pcomm.nvls.policy.choose import Choice, CollectiveRequest, GroupInfo, choose
-from pcomm.nvls.policy.table import OPERATIONS, Band, Table, Threshold, operation_named
+from pcomm.nvls.policy.table import OPERATIONS, Band, Table, Threshold
 
 KIB, MIB = 1024, 1024 * 1024
 SHIPPED = Table()
@@ -117,31 +117,12 @@ def test_by_hand(world_size: int, operation: str, num_bytes: int, name: str) -> 
         ({"architecture": "sm_80"}, REDUCE, "all_reduce between 8 ranks of sm_80"),
     ],
 )
-def test_what_lamport_cannot_do_is_told(
-    facts: dict, question: CollectiveRequest, reason: str
-) -> None:
+def test_what_lamport_cannot_do_is_told(facts, question, reason):
     choice = choose(replace(H100, **facts), question, SHIPPED)
     (told,) = [line for line in choice.reasons if line.startswith("lamport: ")]
     assert reason in told
     assert told in choice.losses
     assert choice.algorithm != "lamport"
-
-
-def test_a_slot_is_as_large_as_the_message_needs() -> None:
-    sizes = {
-        ("all_reduce", "lamport"): 0,
-        ("all_reduce", "multimem"): 1,
-        ("all_gather_into_tensor", "p2p"): 8,
-        ("reduce_scatter_v", "multimem"): 8,
-    }
-    for (operation, name), messages in sizes.items():
-        question = CollectiveRequest(operation, 4096, torch.bfloat16, algorithm=name)
-        assert operation_named(operation).slot_bytes(name, 4096, 8) == 4096 * messages
-        enough = replace(H100, slot_bytes=4096 * messages)
-        assert algorithm(enough, question) == name
-        if messages:
-            assert algorithm(replace(enough, slot_bytes=4096 * messages - 1), question) == "dist"
-    assert operation_named("all_reduce").slot_bytes("dist", 4096, 8) == 0
 
 
 def test_sums_in_the_order_of_the_ranks_are_no_matter_of_the_switch() -> None:
@@ -157,63 +138,6 @@ def test_sums_in_the_order_of_the_ranks_are_no_matter_of_the_switch() -> None:
     # A gather adds nothing.
     copied = GATHER._replace(num_bytes=MIB, deterministic=True)
     assert algorithm(H100, copied) == "multimem"
-
-
-def test_any_dtype_is_gathered_and_three_are_added() -> None:
-    dtypes = [torch.bool, torch.int64, torch.float64, torch.float8_e4m3fn, torch.complex64]
-    for dtype in (*dtypes, torch.bfloat16, torch.float16, torch.float32):
-        added = algorithm(H100, REDUCE._replace(dtype=dtype))
-        assert added == ("dist" if dtype in dtypes else "lamport")
-        assert algorithm(H100, GATHER._replace(dtype=dtype)) == "lamport"
-
-
-def test_what_is_missing_leaves_the_rest() -> None:
-    large = GATHER._replace(num_bytes=MIB)
-    reason = "rank 3: TORCH_SYMM_MEM_DISABLE_MULTICAST is set"
-    without = replace(H100, multicast=False, multicast_reason=reason)
-    choice = choose(without, large, SHIPPED)
-    assert choice.algorithm == "p2p"
-    assert choice.losses == (f"multimem: the group has no multicast address ({reason})",)
-    assert algorithm(without, GATHER) == "lamport"
-    nothing = replace(without, peers=False)
-    assert all(algorithm(nothing, GATHER._replace(num_bytes=16 * n)) == "dist" for n in range(9))
-
-
-def test_two_ranks_use_multicast_only_by_name() -> None:
-    two = replace(H100, world_size=2)
-    for operation, size in product(OPERATIONS, (16, 64 * KIB, MIB, 8 * MIB)):
-        question = CollectiveRequest(operation, size, torch.bfloat16)
-        assert algorithm(two, question) != "multimem"
-        if "multimem" in OPERATIONS[operation].algorithms:
-            assert algorithm(two, question._replace(algorithm="multimem")) == "multimem"
-
-
-def test_a_named_algorithm_is_taken_at_every_size() -> None:
-    for name in OPERATIONS["all_reduce"].algorithms:
-        for size in (0, 16, 4096, 1 << 30):
-            choice = choose(H100, REDUCE._replace(algorithm=name, num_bytes=size), SHIPPED)
-            assert (choice.algorithm, choice.reasons) == (name, ())
-            assert 4 <= choice.num_blocks <= 16
-    without_rows = replace(H100, architecture="sm_80")
-    choice = choose(without_rows, REDUCE._replace(algorithm="p2p"), SHIPPED)
-    reason = "p2p: the table has no row of it for all_reduce between 8 ranks of sm_80"
-    assert choice == Choice("dist", 0, 0, "p2p cannot run", (reason,), (reason,))
-    assert choose(H100, REDUCE._replace(algorithm="dist"), SHIPPED) == Choice(
-        "dist", 0, 0, "it was asked for by name"
-    )
-
-
-def test_a_launch_grows_with_the_message_within_an_algorithm() -> None:
-    here = replace(H100, architecture="emulated", world_size=4)
-    launches = [(2048, 2), (2064, 4), (4096, 4)]
-    for size, blocks in launches:
-        choice = choose(here, REDUCE._replace(num_bytes=size), SHIPPED)
-        assert (choice.algorithm, choice.num_blocks) == ("multimem", blocks)
-        # The row of multimem that was too small is no reason against multimem.
-        assert choice.reasons == ("lamport: it is preferred up to 1024 bytes",)
-    for size, blocks in [(0, 2), *launches, (4112, 4), (1 << 30, 4)]:
-        named = choose(here, REDUCE._replace(num_bytes=size, algorithm="multimem"), SHIPPED)
-        assert (named.algorithm, named.num_blocks) == ("multimem", blocks)
 
 
 def test_a_table_may_prefer_dist_between_others() -> None:

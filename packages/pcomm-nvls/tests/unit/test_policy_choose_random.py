@@ -105,9 +105,7 @@ def expected(facts: GroupInfo, question: CollectiveRequest, table: Table) -> tup
 
 
 @given(FACTS, QUESTIONS, tables())
-def test_every_call_has_the_choice_that_a_plain_search_finds(
-    facts: GroupInfo, question: CollectiveRequest, table: Table
-) -> None:
+def test_every_call_has_the_choice_that_a_plain_search_finds(facts, question, table):
     choice = choose(facts, question, table)
     assert (choice.algorithm, choice.num_blocks) == expected(facts, question, table)
     assert set(choice.losses) <= set(choice.reasons)
@@ -119,9 +117,7 @@ def test_every_call_has_the_choice_that_a_plain_search_finds(
 
 
 @given(FACTS, QUESTIONS, tables())
-def test_later_rows_are_for_larger_messages(
-    facts: GroupInfo, question: CollectiveRequest, table: Table
-) -> None:
+def test_later_rows_are_for_larger_messages(facts, question, table):
     rows = table.rows(facts.architecture, question.operation, facts.world_size)
 
     def place(num_bytes: int) -> int:
@@ -139,9 +135,7 @@ def test_later_rows_are_for_larger_messages(
 
 
 @given(FACTS, QUESTIONS, tables())
-def test_ranks_choose_alike_from_equal_arguments(
-    facts: GroupInfo, question: CollectiveRequest, table: Table
-) -> None:
+def test_ranks_choose_alike_from_equal_arguments(facts, question, table):
     before = copy.deepcopy((facts, question, table))
     here = choose(facts, question, table)
     again = choose(*pickle.loads(pickle.dumps((facts, question, table))))

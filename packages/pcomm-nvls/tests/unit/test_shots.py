@@ -35,9 +35,7 @@ def largest(world_size: int, way: str, architecture: str) -> int | None:
         (8, "peers", (740_000 * 8 // 42, 1_440_000 * 8 // 42)),
     ],
 )
-def test_one_step_is_taken_while_its_bytes_cost_less_than_a_barrier(
-    world_size: int, way: str, sizes: tuple[int | None, int | None]
-) -> None:
+def test_one_step_is_taken_while_its_bytes_cost_less_than_a_barrier(world_size, way, sizes):
     found = tuple(largest(world_size, way, name) for name in ("sm_90", "sm_100"))
     assert found == sizes
     assert largest(world_size, way, "sm_120") == sizes[1]

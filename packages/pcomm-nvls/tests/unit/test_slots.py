@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvls_support.refusals import refused
 from pcomm.core.errors import ConfigError
 from pcomm.nvls.policy.table import MAX_BLOCKS
 from pcomm.nvls.workspace.memory import Regions
@@ -65,8 +66,7 @@ def test_a_slot_is_never_repeated_without_waiting(graphs: list[list[bool]]) -> N
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="slots=0"):
-        SlotRing(0)
+    refused(ConfigError, "slots=0", SlotRing, 0)
     rotation = SlotRing()
     with rotation.sequence(), pytest.raises(ConfigError, match="within a sequence"):  # noqa: SIM117
         with rotation.sequence():

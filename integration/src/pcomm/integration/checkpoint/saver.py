@@ -22,12 +22,7 @@ from torch.futures import Future
 from pcomm.core import Group, PcommError
 from pcomm.core.checkpoint import ShardSavePlanner, ShardView
 from pcomm.core.errors import ConfigError
-from pcomm.integration.checkpoint.folders import (
-    HashingFileSystem,
-    commit,
-    newest,
-    partial_folder,
-)
+from pcomm.integration.checkpoint.folders import HashingFileSystem, commit, newest, partial_folder
 
 __all__ = ["NotFiniteError", "Saver", "is_finite"]
 

@@ -18,9 +18,7 @@ from pcomm.core.checkpoint import SafeReader, ShardLoadPlanner, ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.fsdp import Sharded
-from pcomm.integration.checkpoint.folders import (
-    Checkpoint,
-)
+from pcomm.integration.checkpoint.folders import Checkpoint
 from pcomm.integration.config.sections import Config
 from pcomm.integration.config.toml import to_dict
 from pcomm.ntp import NtpPlan

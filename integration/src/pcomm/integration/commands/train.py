@@ -222,9 +222,7 @@ def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
     sample = config.sample
     if sample.prompt and sample.max_tokens:
         params = SamplingParams(
-            max_tokens=sample.max_tokens,
-            temperature=sample.temperature,
-            seed=config.train.seed,
+            max_tokens=sample.max_tokens, temperature=sample.temperature, seed=config.train.seed
         )
         with LLM(run_dir, max_requests=1, prefix_cache=False) as llm:
             text = "".join(part.text for part in llm.stream(sample.prompt, params))

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.config.sections import (
-    ModelConfig,
-    ResolvedModel,
-    given,
-    values_of,
-)
+from pcomm.integration.config.sections import ModelConfig, ResolvedModel, given, values_of
 
 __all__ = [
     "expert_blocks",

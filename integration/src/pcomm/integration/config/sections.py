@@ -8,14 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import wraps
 from types import MappingProxyType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    dataclass_transform,
-)
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 from pydantic import (
     AfterValidator,

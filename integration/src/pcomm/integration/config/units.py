@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pcomm.integration.config.model_rules import (
-    expert_blocks,
-    mixers,
-)
-from pcomm.integration.config.sections import (
-    ResolvedModel,
-)
+from pcomm.integration.config.model_rules import expert_blocks, mixers
+from pcomm.integration.config.sections import ResolvedModel
 from pcomm.ntp import Units
 
 __all__ = ["units_of_model"]

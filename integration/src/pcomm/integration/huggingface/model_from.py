@@ -167,11 +167,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def start_config(
-    config: Config,
-    run_dir: Path,
-    *,
-    is_new: bool = False,
-    given: frozenset[str] = frozenset(),
+    config: Config, run_dir: Path, *, is_new: bool = False, given: frozenset[str] = frozenset()
 ) -> Config:
     """`config` with the keys of the model that `model.from` names; without it, as it is. Local.
 

@@ -11,13 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    DivergenceError,
-    PcommError,
-    PeerError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PcommError, PeerError
 from pcomm.core.process import Answer, LocalRanks, RankError
 from pcomm.inference import Request, RequestOutput
 from pcomm.inference.engine import EngineStats
@@ -27,11 +21,7 @@ from pcomm.integration.llm.rank_engine import MEET, serve_engine
 
 __all__ = ["EngineOnRanks"]
 
-_PRELOADED = (
-    "pcomm.integration.llm.rank_engine",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-)
+_PRELOADED = ("pcomm.integration.llm.rank_engine", "torch._dynamo", "torch.distributed.checkpoint")
 
 # How long the ranks may take for the one collective after a step that failed on all of them.
 _MEETING_S = 10.0

@@ -219,11 +219,7 @@ class LLM:
         return [joined(prompt, parts) for prompt, parts in zip(ids, outputs, strict=True)]
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> Iterator[Delta]:
         """Continue one prompt part by part, while it is written. Local.
 
@@ -244,9 +240,7 @@ class LLM:
         return self._deltas(request)
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        params: SamplingParams | None = None,
+        self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None
     ) -> Generation:
         """The answer to a conversation. Local.
 
@@ -265,9 +259,7 @@ class LLM:
         return answer
 
     def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        params: SamplingParams | None = None,
+        self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None
     ) -> tuple[list[int], SamplingParams]:
         """Token ids of a conversation, and settings that end the answer where it ends. Local.
 

@@ -14,10 +14,7 @@ import torch
 
 from pcomm.core import Group, Topology, connect, open_groups
 from pcomm.core.collectives import Collectives
-from pcomm.core.errors import (
-    ConfigError,
-    UnsupportedError,
-)
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.process import Messages, portable_error
 from pcomm.inference import Engine, RequestOutput
 from pcomm.inference.engine import EngineStats

@@ -19,12 +19,7 @@ __all__ = ["SkipInit", "initialise"]
 
 
 # Layers that write into the residual stream; their variance is shared among all of them.
-_RESIDUAL = (
-    "mixer.output.weight",
-    "mlp.down.weight",
-    "mlp.shared.down.weight",
-    "mlp.experts.down",
-)
+_RESIDUAL = ("mixer.output.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 
 
 @runtime_checkable
@@ -37,11 +32,7 @@ class KnowsFirstValues(Protocol):
 
 
 def initialise(
-    model: nn.Module,
-    config: ModelConfig,
-    *,
-    seed: int,
-    ranks: Mapping[str, int] | None = None,
+    model: nn.Module, config: ModelConfig, *, seed: int, ranks: Mapping[str, int] | None = None
 ) -> None:
     """Fill every parameter of `model` with this rank's part of the logical weight. Local.
 

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from pcomm.core import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.gdn_cp import HeadShare, Mamba2Spec, Plan
-from pcomm.gdn_cp.ops import (
-    SsdChunks,
-    causal_convolution,
-    gate_then_rms_norm,
-    mamba2_ssd_step,
-)
+from pcomm.gdn_cp.ops import SsdChunks, causal_convolution, gate_then_rms_norm, mamba2_ssd_step
 from pcomm.inference import StateMemory, StateSpec
 from pcomm.integration.config.sections import ResolvedModel
 from pcomm.integration.models.forward_context import (

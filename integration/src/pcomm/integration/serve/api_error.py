@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pcomm.core.errors import ClosedError, ConfigError, PcommError, UnsupportedError
 from pcomm.inference.engine import QueueFullError
 
-__all__ = ["ApiError", "ErrorBody", "api_error_of", "error_response"]
+__all__ = ["ApiError", "ErrorBody", "api_error_of", "error_response", "no_such_model"]
 
 _RETRY_AFTER_S = "1"
 
@@ -67,6 +67,12 @@ def error_response(error: ApiError) -> Response:
     # In ASCII: a message may repeat what a client sent, halves of surrogate pairs included.
     content = json.dumps(error.content)
     return Response(content, error.status, error.headers, media_type="application/json")
+
+
+def no_such_model(asked: str, name: str) -> ApiError:
+    """The answer to a request for another model than `name`."""
+    message = f"The model {asked!r:.200} does not exist; this server has {name!r}."
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def api_error_of(error: BaseException) -> ApiError:

@@ -19,7 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pcomm.core.errors import PcommError
 from pcomm.integration import __version__
 from pcomm.integration.llm import LLM
-from pcomm.integration.serve.api_error import ApiError, ErrorBody, api_error_of, error_response
+from pcomm.integration.serve.api_error import (
+    ApiError,
+    ErrorBody,
+    api_error_of,
+    error_response,
+    no_such_model,
+)
 from pcomm.integration.serve.output_streams import ClientGoneError
 from pcomm.integration.serve.request_bodies import (
     ChatRequest,
@@ -112,12 +118,7 @@ def _add_model_routes(app: FastAPI, service: Service, llm: LLM) -> None:
     @app.get("/v1/models/{model:path}", responses=_ERRORS)
     async def model_card(model: str) -> dict[str, Any]:
         if model != name:
-            raise ApiError(
-                404,
-                f"The model {model!r:.200} does not exist; this server has {name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            raise no_such_model(model, name)
         return card
 
 

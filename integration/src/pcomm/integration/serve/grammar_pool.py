@@ -143,9 +143,7 @@ def _busy(found: str) -> QueueFullError:
     )
 
 
-async def _in_thread(
-    work: Callable[[], CompiledGrammar | None],
-) -> CompiledGrammar | None:
+async def _in_thread(work: Callable[[], CompiledGrammar | None]) -> CompiledGrammar | None:
     """What `work` returns or raises, from a thread that does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[CompiledGrammar | None] = loop.create_future()

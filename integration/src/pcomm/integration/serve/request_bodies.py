@@ -208,28 +208,12 @@ class CompletionRequest(RequestFields):
 
 
 _UNSUPPORTED = frozenset(
-    {
-        "audio",
-        "best_of",
-        "echo",
-        "function_call",
-        "functions",
-        "modalities",
-        "moderation",
-        "prediction",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "service_tier",
-        "store",
-        "suffix",
-        "tool_calls",
-        "tool_call_id",
-        "tool_choice",
-        "tools",
-        "verbosity",
-        "web_search_options",
-    }
+    (
+        *("audio", "best_of", "echo", "function_call", "functions", "modalities", "moderation"),
+        *("prediction", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
+        *("service_tier", "store", "suffix", "tool_calls", "tool_call_id", "tool_choice", "tools"),
+        *("verbosity", "web_search_options"),
+    )
 )
 """Fields of the OpenAI API that this server refuses, unless their value changes nothing."""
 

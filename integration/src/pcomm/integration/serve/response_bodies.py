@@ -69,12 +69,7 @@ class _Envelope:
         return self._part(self.chunk_kind) | {"choices": [], "usage": usage.to_json()}
 
     def _part(self, kind: str) -> Part:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-        }
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _chunk(self, choice: Part) -> Part:
         part = self._part(self.chunk_kind) | {"choices": [choice]}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pcomm.inference import SamplingParams
-from pcomm.integration.serve.api_error import ApiError
+from pcomm.integration.serve.api_error import ApiError, no_such_model
 from pcomm.integration.serve.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -21,6 +21,11 @@ __all__ = ["chat_params", "check_model", "check_prompt_ids", "completion_params"
 # As in the OpenAI API, where completions are short unless more is asked for.
 _COMPLETION_TOKENS = 16
 _SEEDS = 2**63
+# Fields that are settings as they are.
+_SAME_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "ignore_eos", "stop_token_ids"),
+)
 
 
 def check_model(fields: RequestFields, name: str) -> None:
@@ -30,19 +35,9 @@ def check_model(fields: RequestFields, name: str) -> None:
         ApiError: 404 for another model, otherwise 400.
     """
     if fields.model != name:
-        raise ApiError(
-            404,
-            f"The model {fields.model!r:.200} does not exist; this server has {name!r}.",
-            param="model",
-            code="model_not_found",
-        )
+        raise no_such_model(fields.model, name)
     if fields.stream_options is not None and not fields.stream:
-        raise ApiError(
-            400,
-            "stream_options is for requests with stream=true.",
-            param="stream_options",
-            code="invalid_value",
-        )
+        raise _invalid("stream_options", "stream_options is for requests with stream=true.")
 
 
 def room_for(prompt: Sequence[int], max_model_len: int, param: str) -> int:
@@ -80,12 +75,8 @@ def check_prompt_ids(prompt: Sequence[int], vocabulary: int) -> None:
     """
     wrong = [token for token in prompt if token >= vocabulary]
     if wrong:
-        raise ApiError(
-            400,
-            f"prompt: this model has the token ids 0 to {vocabulary - 1}, and not {wrong[0]}.",
-            param="prompt",
-            code="invalid_value",
-        )
+        known = f"this model has the token ids 0 to {vocabulary - 1}"
+        raise _invalid("prompt", f"prompt: {known}, and not {wrong[0]}.")
 
 
 def completion_params(request: CompletionRequest, room: int) -> list[SamplingParams]:
@@ -115,20 +106,13 @@ def chat_params(request: ChatRequest, room: int, stop: tuple[str, ...]) -> list[
         PcommError: A value cannot be used.
     """
     if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(
-            400,
-            "top_logprobs is for requests with logprobs=true.",
-            param="top_logprobs",
-            code="invalid_value",
-        )
+        raise _invalid("top_logprobs", "top_logprobs is for requests with logprobs=true.")
     limits = {request.max_completion_tokens, request.max_tokens} - {None}
     if len(limits) > 1:
-        raise ApiError(
-            400,
+        raise _invalid(
+            "max_tokens",
             "max_tokens is the older name of max_completion_tokens; with different values it is "
             "not clear which one is meant. Send one of them.",
-            param="max_tokens",
-            code="invalid_value",
         )
     limit = request.max_completion_tokens or request.max_tokens or room
     return _params(
@@ -138,6 +122,10 @@ def chat_params(request: ChatRequest, room: int, stop: tuple[str, ...]) -> list[
         json_schema=_schema(request),
         more_stop=stop,
     )
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")
 
 
 def _schema(request: ChatRequest) -> str | None:
@@ -157,21 +145,10 @@ def _params(
     json_schema: str | None = None,
     more_stop: tuple[str, ...] = (),
 ) -> list[SamplingParams]:
-    given: dict[str, Any] = {
-        "temperature": fields.temperature,
-        "top_p": fields.top_p,
-        "top_k": fields.top_k,
-        "min_p": fields.min_p,
-        "presence_penalty": fields.presence_penalty,
-        "frequency_penalty": fields.frequency_penalty,
-        "repetition_penalty": fields.repetition_penalty,
-        "ignore_eos": fields.ignore_eos,
-        "stop_token_ids": fields.stop_token_ids,
-        "logprobs": logprobs,
-        "json_schema": json_schema,
-    }
+    given = {name: getattr(fields, name) for name in _SAME_NAMES}
+    given |= {"logprobs": logprobs, "json_schema": json_schema}
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
     settings |= {
         "max_tokens": max_tokens,
         "min_tokens": min(fields.min_tokens or 0, max_tokens),

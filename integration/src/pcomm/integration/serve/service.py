@@ -65,11 +65,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        llm: LLM,
-        settings: ServeSettings,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, llm: LLM, settings: ServeSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings, self._llm = settings, llm
         self.metrics = Metrics(settings.model_name)

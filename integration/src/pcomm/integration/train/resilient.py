@@ -21,11 +21,7 @@ from pcomm.core.checkpoint import ShardView
 from pcomm.core.process import RankPlace
 from pcomm.core.tensor_parallel import ParamLayout, join_shards
 from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.checkpoint.state import (
-    identity_of,
-    planned_shard_views,
-    set_optimizer_step,
-)
+from pcomm.integration.checkpoint.state import identity_of, planned_shard_views, set_optimizer_step
 from pcomm.integration.config.sections import Resolved
 from pcomm.integration.config.toml import to_dict
 from pcomm.integration.config.units import units_of_model

@@ -31,12 +31,7 @@ from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.huggingface.model_from import start_config
 from pcomm.integration.huggingface.weights import load_first_weights
 from pcomm.integration.metrics import Sink, SinkGroup, draw_loss, open_sinks
-from pcomm.integration.parallelize import (
-    ALL_RANKS,
-    build_model,
-    open_run_groups,
-    splitting_groups,
-)
+from pcomm.integration.parallelize import ALL_RANKS, build_model, open_run_groups, splitting_groups
 from pcomm.integration.precision import tell_device
 from pcomm.integration.train.interrupt import RankBarrier, Stopped, listen_for_interrupt
 from pcomm.integration.train.loop import (
@@ -220,10 +215,7 @@ class _Run:
                 keep_through=first or None,
             ),
         )
-        with (
-            closing(sinks),
-            open_saver(self.config, self.run_dir, self.checkpoint_group) as saver,
-        ):
+        with closing(sinks), open_saver(self.config, self.run_dir, self.checkpoint_group) as saver:
             outcome = self._loop(progress, sinks, saver)
         self.trace.finish()
         self.world.fail_together("train: metrics", sinks.error)

@@ -148,6 +148,9 @@ def _agree(
 
     def lines(group: Group) -> list[str]:
         """Text that the ranks of a group must have in common."""
+        if error is not None:
+            # Of settings that are none, no text can be made.
+            return []
         common = [f"{replace(comm, separate='always')}, memory pools: {has_pools}"]
         for plan, _ in planned:
             if plan.gather.ranks == group.ranks:

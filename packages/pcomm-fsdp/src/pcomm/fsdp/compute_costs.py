@@ -33,9 +33,9 @@ class Costs:
     @classmethod
     def even(cls, schedule: Schedule, *, forward_s: float, backward_s: float) -> Costs:
         """The time of a whole micro-batch, divided evenly over the uses of units."""
-        uses = [step for step in schedule.steps if step.kind == "use"]
-        names = {step.name for step in uses}
-        numbers = Counter(step.phase for step in uses)
+        uses = [op for op in schedule.steps if op.kind == "use"]
+        names = {op.name for op in uses}
+        numbers = Counter(op.phase for op in uses)
         return cls(
             dict.fromkeys(names, forward_s / max(1, numbers["forward"])),
             dict.fromkeys(names, backward_s / max(1, numbers["backward"])),
@@ -55,7 +55,7 @@ class Costs:
             phase, _, unit = event.operation.partition(" ")
             if event.queue == COMPUTE:
                 total[phase, unit] = total.get((phase, unit), 0.0) + event.seconds
-        uses = Counter((step.phase, step.name) for step in schedule.steps if step.kind == "use")
+        uses = Counter((op.phase, op.name) for op in schedule.steps if op.kind == "use")
         forward_s, backward_s = (
             {
                 unit: total[of, unit] / (number * micro_batches)
@@ -127,16 +127,16 @@ def compute_segments(schedule: Schedule, costs: Costs) -> dict[int, float]:
     open_uses: list[tuple[int, str]] = []
     user: dict[int, int] = {}
     seconds: dict[int, float] = {}
-    for place, step in enumerate(schedule.steps):
-        if step.kind == "use":
-            open_uses.append((place, step.name))
-            seconds[place] = costs.of(step.name, step.phase)
-        elif step.kind == "done":
+    for place, op in enumerate(schedule.steps):
+        if op.kind == "use":
+            open_uses.append((place, op.name))
+            seconds[place] = costs.of(op.name, op.phase)
+        elif op.kind == "done":
             for at in range(len(open_uses) - 1, -1, -1):
-                if open_uses[at][1] == step.name:
+                if open_uses[at][1] == op.name:
                     del open_uses[at]
                     break
-        if step.kind in ("use", "done") and open_uses:
+        if op.kind in ("use", "done") and open_uses:
             user[place] = open_uses[-1][0]
     num_segments = Counter(user.values())
     return {place: seconds[use] / num_segments[use] for place, use in user.items()}
@@ -201,15 +201,15 @@ def program(
     writer = _TaskWriter(plans, num_shards or {})
     for schedule in schedules:
         seconds = compute_segments(schedule, costs)
-        for place, step in enumerate(schedule.steps):
-            if step.is_anchor:
-                if step.kind == "use" or seconds.get(place):
-                    unit = step.name if step.kind == "use" else f"after {step.name}"
-                    writer.compute(f"{step.phase} {unit}", seconds[place])
-            elif step.is_blocking:
-                writer.wait(step.name)
-            elif step.kind != "release":
-                writer.issue(step.kind, step.phase, step.name)
+        for place, op in enumerate(schedule.steps):
+            if op.is_anchor:
+                if op.kind == "use" or seconds.get(place):
+                    unit = op.name if op.kind == "use" else f"after {op.name}"
+                    writer.compute(f"{op.phase} {unit}", seconds[place])
+            elif op.is_blocking:
+                writer.wait(op.name)
+            elif op.kind != "release":
+                writer.issue(op.kind, op.phase, op.name)
     return writer.tasks
 
 

@@ -11,7 +11,7 @@ from pcomm.core.trace.events import Event, exposed_communication_s, overlap_frac
 from pcomm.fsdp.compute_costs import Costs, compute_segments, queues_of
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.registered_memory import ArenaPlan
-from pcomm.fsdp.runtime.schedule import Schedule, Step
+from pcomm.fsdp.runtime.schedule import Operation, Schedule
 
 __all__ = [
     "KINDS",
@@ -30,7 +30,7 @@ __all__ = [
 
 ROLES = ("gather", "reduce", "replicate")
 
-_ROLE_OF_STEP = {"gather": "gather", "reduce": "reduce", "all_reduce": "replicate"}
+_ROLE_OF = {"gather": "gather", "reduce": "reduce", "all_reduce": "replicate"}
 
 
 @dataclass(frozen=True)
@@ -191,16 +191,16 @@ def _sent(schedules: Sequence[Schedule], plans: Sequence[GroupPlan]) -> dict[str
     by_name = {plan.name: plan for plan in plans}
     sent = dict.fromkeys(ROLES, 0)
     for schedule in schedules:
-        for step in schedule.steps:
-            if step.kind in _ROLE_OF_STEP:
-                sent[_ROLE_OF_STEP[step.kind]] += int(sent_bytes(step, by_name[step.name]))
+        for op in schedule.steps:
+            if op.kind in _ROLE_OF:
+                sent[_ROLE_OF[op.kind]] += int(sent_bytes(op, by_name[op.name]))
     return sent
 
 
 def _gathered(schedules: Sequence[Schedule], plans: Sequence[GroupPlan]) -> float:
     """Bytes of the gathers that there are, without padding."""
-    steps = [step for schedule in schedules for step in schedule.steps if step.kind == "gather"]
-    counts = Counter(step.name for step in steps)
+    steps = [op for schedule in schedules for op in schedule.steps if op.kind == "gather"]
+    counts = Counter(op.name for op in steps)
     return sum(
         counts[plan.name]
         * (plan.gather.size - 1)
@@ -245,13 +245,13 @@ class Limits:
     independent_s: float
 
 
-def sent_bytes(step: Step, plan: GroupPlan) -> float:
+def sent_bytes(op: Operation, plan: GroupPlan) -> float:
     """Least bytes that this rank sends in a step of its schedule; 0 if it sends nothing."""
-    if step.kind == "gather":
+    if op.kind == "gather":
         return plan.gather_bytes
-    if step.kind == "reduce":
+    if op.kind == "reduce":
         return plan.reduce_bytes
-    if step.kind == "all_reduce":
+    if op.kind == "all_reduce":
         replicas = plan.num_replicas
         return 2 * (replicas - 1) / replicas * plan.layout.shard_length * plan.main_dtype.itemsize
     return 0
@@ -288,25 +288,25 @@ def limits_of(
     reduced: dict[str, float] = {}
     for schedule in schedules:
         seconds = compute_segments(schedule, costs) if costs else {}
-        for place, step in enumerate(schedule.steps):
-            if step.is_anchor:
+        for place, op in enumerate(schedule.steps):
+            if op.is_anchor:
                 now += seconds.get(place, 0.0)
                 continue
-            num_bytes = sent_bytes(step, by_name[step.name])
+            num_bytes = sent_bytes(op, by_name[op.name])
             takes = num_bytes / link.bytes_per_s
             # Of collectives on one link, latencies may overlap; bytes do not.
             total += takes
             takes += link.latency_s if num_bytes else 0.0
-            if step.kind == "gather":
+            if op.kind == "gather":
                 gathers += takes
-                gathered[step.name] = gathers
-            elif step.kind == "wait_gather":
-                now = max(now, gathered[step.name])
-            elif step.kind == "reduce":
+                gathered[op.name] = gathers
+            elif op.kind == "wait_gather":
+                now = max(now, gathered[op.name])
+            elif op.kind == "reduce":
                 reduces = max(reduces, now) + takes
-                reduced[step.name] = reduces
-            elif step.kind == "all_reduce":
-                replicas = max(replicas, reduced[step.name]) + takes
+                reduced[op.name] = reduces
+            elif op.kind == "all_reduce":
+                replicas = max(replicas, reduced[op.name]) + takes
     independent = max(now, reduces, replicas)
     return Limits(max(independent, total), independent)
 
@@ -348,8 +348,8 @@ def peak_memory(
     """
     walk = _Walk(plans, arenas)
     for schedule in schedules:
-        for step in schedule.steps:
-            walk.take(step)
+        for op in schedule.steps:
+            walk.take(op)
         walk.end()
     return PeakMemory(walk.most, walk.most_at_once)
 
@@ -379,22 +379,22 @@ class _Walk:
                 self.deposits[plan.name] = _shard_bytes(plan)
         self._count()
 
-    def take(self, step: Step) -> None:
+    def take(self, op: Operation) -> None:
         """Follow one step."""
-        if step.kind == "use" and step.phase == "backward":
+        if op.kind == "use" and op.phase == "backward":
             for plan in self.plans:
-                if plan.unit == step.name and plan.is_trainable and not plan.is_local:
+                if plan.unit == op.name and plan.is_trainable and not plan.is_local:
                     self._fill(plan)
-        elif not step.is_anchor:
-            plan = self._by_name[step.name]
-            if step.kind == "gather" and not plan.is_one_buffer:
+        elif not op.is_anchor:
+            plan = self._by_name[op.name]
+            if op.kind == "gather" and not plan.is_one_buffer:
                 is_reserved = ("gather", plan.name) in self._in_arenas
                 self.gathered[plan.name] = 0 if is_reserved else plan.gathered_bytes
-            elif step.kind == "release":
+            elif op.kind == "release":
                 self.gathered.pop(plan.name, None)
-            elif step.kind == "reduce":
+            elif op.kind == "reduce":
                 self._fill(plan)
-            elif step.kind == "wait_reduce":
+            elif op.kind == "wait_reduce":
                 self._finish(plan)
         self._count()
 

@@ -15,10 +15,7 @@ from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.errors import LayoutError
 from pcomm.core.groups.group import Group
-from pcomm.nvls.collectives.gathers import (
-    all_gather_into_tensor,
-    all_gather_question,
-)
+from pcomm.nvls.collectives.gathers import all_gather_into_tensor, all_gather_question
 from pcomm.nvls.collectives.ragged import all_gather_v, reduce_scatter_v
 from pcomm.nvls.collectives.reductions import (
     all_reduce,

@@ -101,10 +101,7 @@ def _all_reduce(x: Tensor, workspace: Workspace, algorithm: Algorithm) -> Tensor
 
 
 def _judged_sum(
-    title: str,
-    found: list[Tensor],
-    parts: tuple[Tensor, ...],
-    algorithm: Algorithm,
+    title: str, found: list[Tensor], parts: tuple[Tensor, ...], algorithm: Algorithm
 ) -> Finding:
     first, wide = found[0], torch.stack(parts).double()
     exact, dtype = wide.sum(0), first.dtype

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 from typing import Protocol as StructuralType
 
-from pcomm.core.errors import ConfigError
-
 
 class Cell(NamedTuple):
     """One element of symmetric memory: the smallest that is written and read at once.
@@ -157,12 +155,7 @@ class Operation:
         ctas = self.ctas if isinstance(self.ctas, tuple) else (self.ctas,) * self.size
         wrong = not self.counts or len(ctas) != self.size or min(*ctas, *self.counts) < 0
         if wrong or not 0 <= self.root < self.size:
-            raise ConfigError(
-                f"Operation: {self.kind!r}",
-                found=f"counts {self.counts}, ctas {self.ctas}, root {self.root}",
-                why="Each rank has a number of elements and of CTAs, none below 0.",
-                fix="Give one count for each rank, and one number of CTAs for all or for each.",
-            )
+            raise ValueError(f"{self}: not one count, and CTAs, of 0 or more for each rank")
 
     @property
     def size(self) -> int:
@@ -295,15 +288,10 @@ def build(protocol: Protocol, operations: Sequence[Operation]) -> Program:
     """Return the graph of a sequence.
 
     Raises:
-        ConfigError: For an empty sequence, or operations on different numbers of ranks.
+        ValueError: For an empty sequence, or operations on different numbers of ranks.
     """
     if len({operation.size for operation in operations}) != 1:
-        raise ConfigError(
-            "check: a sequence of operations",
-            found=f"numbers of ranks: {[operation.size for operation in operations]}",
-            why="All operations of a sequence run on the same ranks, and there is at least one.",
-            fix="Give all operations as many counts as there are ranks.",
-        )
+        raise ValueError("operations on different numbers of ranks, or none")
     places = [
         Place(number, rank, cta)
         for rank in range(operations[0].size)

@@ -24,7 +24,6 @@ from nvls_support.protocols.program import (
     Wait,
     build,
 )
-from pcomm.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def check(
         come to the end.
 
     Raises:
-        ConfigError: For an empty sequence, operations on different numbers of ranks, or more states
+        ValueError: For an empty sequence, operations on different numbers of ranks, or more states
             than `max_states`.
     """
     return _checked(protocol, operations, max_states)[1]
@@ -79,7 +78,7 @@ def check_sequences(
         The report, which ends with the first counterexample.
 
     Raises:
-        ConfigError: As `check`.
+        ValueError: As `check`.
     """
     num_sequences = num_states = 0
     for size in range(1, length + 1):
@@ -116,7 +115,7 @@ def search(program: Program, max_states: int) -> tuple[int, tuple[list[int], Pro
         problem, or the steps that wait where it is a deadlock.
 
     Raises:
-        ConfigError: Where there are more states.
+        ValueError: Where there are more states.
     """
     visited = 0
     seen: set[tuple[int, frozenset[tuple[Cell, object]]]] = set()
@@ -126,7 +125,7 @@ def search(program: Program, max_states: int) -> tuple[int, tuple[list[int], Pro
         while True:
             visited += 1
             if visited > max_states:
-                raise _too_many(program, max_states)
+                raise ValueError(f"more than {max_states} states: races, or a long sequence")
             numbers = _next(program, state)
             if not numbers:
                 break
@@ -134,7 +133,7 @@ def search(program: Program, max_states: int) -> tuple[int, tuple[list[int], Pro
             for number in numbers:
                 found = run(program, number, state)
                 if isinstance(found, Problem):
-                    return visited, readable(program, [*_steps(path), number], found)
+                    return visited, ([*_steps(path), number], found)
                 after.append((found, (number, path)))
             if len(after) > 1:
                 for one in after:
@@ -197,16 +196,6 @@ def _steps(path: _Path) -> list[int]:
         step, path = path
         steps.append(step)
     return steps[::-1]
-
-
-def _too_many(program: Program, max_states: int) -> ConfigError:
-    sequence = ", ".join(map(str, program.operations))
-    return ConfigError(
-        f"check: {sequence}",
-        found=f"more than {max_states} states",
-        why="The protocol has races, or the sequence is long; no violation was found so far.",
-        fix="Check a shorter sequence or fewer ranks, or raise max_states.",
-    )
 
 
 class State(NamedTuple):
@@ -310,8 +299,8 @@ class Violation:
     Args:
         kind: "read before write", "overwritten before it was read" or "deadlock".
         operations: Sequence of operations.
-        trace: One line for each step that is needed to get there, in order. For a deadlock, one
-            line for each step that waits for ever.
+        trace: One line for each step up to there, in order. For a deadlock, one line for each step
+            that waits for ever.
         message: The error itself.
     """
 
@@ -324,63 +313,6 @@ class Violation:
         sequence = ", ".join(f"{n}: {op}" for n, op in enumerate(self.operations))
         lines = [f"{self.kind} on {self.operations[0].size} ranks", f"operations: {sequence}"]
         return "\n".join([*lines, *(f"  {line}" for line in self.trace), self.message])
-
-
-def readable(program: Program, steps: list[int], found: Problem) -> tuple[list[int], Problem]:
-    """Return another order of fewer steps that ends in a problem of the same kind.
-
-    Args:
-        program: Graph of the sequence.
-        steps: Steps in the order in which they were taken; the last one is the problem's.
-        found: Problem at the last step.
-    """
-    for place in range(len(steps) - 2, -1, -1):
-        fewer = steps[:place] + steps[place + 1 :]
-        if (again := _replayed(program, fewer)) is not None and again.kind == found.kind:
-            steps, found = fewer, again
-    grouped = _by_rank(program, steps)
-    if (again := _replayed(program, grouped)) is not None and again.kind == found.kind:
-        return grouped, again
-    return steps, found
-
-
-def _by_rank(program: Program, steps: list[int]) -> list[int]:
-    """The same steps, those of a rank one after another as long as it need not wait."""
-    state, order, left = start(program), [], steps[:-1]
-    rank = program.events[steps[-1]].place.rank
-    while left:
-        able = [
-            n
-            for n in left
-            if state.ready >> n & 1 and passes(program, n, state.done, state.memory.get)
-        ]
-        able.sort(key=lambda n: program.events[n].place.rank != rank)
-        for number in able:
-            after = run(program, number, state)
-            if not isinstance(after, Problem):
-                break
-        else:
-            return steps
-        state = after
-        rank = program.events[number].place.rank
-        order.append(number)
-        left.remove(number)
-    return [*order, steps[-1]]
-
-
-def _replayed(program: Program, steps: list[int]) -> Problem | None:
-    """The problem at the last of some steps; None if they cannot be taken, or are no problem."""
-    state = start(program)
-    for number in steps:
-        if not state.ready >> number & 1:
-            return None
-        if not passes(program, number, state.done, state.memory.get):
-            return None
-        after = run(program, number, state)
-        if isinstance(after, Problem):
-            return after if number == steps[-1] else None
-        state = after
-    return None
 
 
 def describe(program: Program, trace: Sequence[int], problem: Problem) -> Violation:

@@ -31,7 +31,6 @@ from nvls_support.protocols.program import (
     Wait,
     Write,
 )
-from pcomm.core.errors import ConfigError, near_misses
 
 SLOTS = "barrier"
 LAMPORT = "lamport"
@@ -71,19 +70,14 @@ class WorkspaceProtocol:
         """Return the steps of one CTA.
 
         Raises:
-            ConfigError: For an unknown kind of operation.
+            ValueError: For an unknown kind of operation.
         """
         operation = operations[place.number]
         if operation.kind in LAMPORT_KINDS:
             return self._lamport(operations, place)
         if operation.kind in BARRIER_KINDS:
             return self._barrier(operations, place)
-        raise ConfigError(
-            f"WorkspaceProtocol: operation {operation.kind!r}",
-            found="no steps for it",
-            why=f"It knows {', '.join((*BARRIER_KINDS, *LAMPORT_KINDS))}.",
-            fix=near_misses(operation.kind, (*BARRIER_KINDS, *LAMPORT_KINDS)),
-        )
+        raise ValueError(f"no steps for operation {operation.kind!r}")
 
     def slot(self, operations: Sequence[Operation], number: int) -> int:
         """Slot of an operation; one of the Lamport family takes its turn, too, and leaves it."""

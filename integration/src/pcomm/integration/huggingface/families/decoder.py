@@ -94,9 +94,7 @@ ATTENTION = (
         mixer="A",
     ),
     Entry(
-        "blocks.{layer}.mixer.output.weight",
-        (Part(LAYER + "self_attn.o_proj.weight"),),
-        mixer="A",
+        "blocks.{layer}.mixer.output.weight", (Part(LAYER + "self_attn.o_proj.weight"),), mixer="A"
     ),
 )
 """Attention without biases."""
@@ -194,8 +192,7 @@ EXPERT_TENSORS = (
         ),
     ),
     Entry(
-        "blocks.{layer}.mlp.experts.down",
-        (Part(LAYER + "mlp.experts.{expert}.down_proj.weight"),),
+        "blocks.{layer}.mlp.experts.down", (Part(LAYER + "mlp.experts.{expert}.down_proj.weight"),)
     ),
 )
 """Router and experts, which lie in a file one by one."""

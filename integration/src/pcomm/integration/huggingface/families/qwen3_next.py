@@ -48,9 +48,7 @@ _ATTENTION = (
         mixer="A",
     ),
     Entry(
-        "blocks.{layer}.mixer.output.weight",
-        (Part(LAYER + "self_attn.o_proj.weight"),),
-        mixer="A",
+        "blocks.{layer}.mixer.output.weight", (Part(LAYER + "self_attn.o_proj.weight"),), mixer="A"
     ),
 )
 

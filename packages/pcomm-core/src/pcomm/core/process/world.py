@@ -22,7 +22,7 @@ from pcomm.core.control.control import Control
 from pcomm.core.control.without_control import is_connected
 from pcomm.core.errors import ConfigError, PcommError
 
-__all__ = ["World", "connect", "unconnected_control"]
+__all__ = ["World", "connect", "ipv4_of", "unconnected_control"]
 
 
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
@@ -354,16 +354,24 @@ def _interface_with(address: str) -> str | None:
                 if line.startswith(digits):
                     return line.split()[-1]
         return None
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):
+            if ipv4_of(name) == address:
+                return name
+    return None
+
+
+def ipv4_of(interface: str) -> str:
+    """The first IPv4 address of an interface of this host. Local.
+
+    Raises:
+        OSError: It has none, or there is no such interface.
+    """
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                asked = struct.pack("256s", name.encode())
-                found = fcntl.ioctl(own, _SIOCGIFADDR, asked)
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
+        asked = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(own, _SIOCGIFADDR, asked)[20:24])
 
 
 def _addresses_of(host: str) -> list[tuple[Any, Any, int, str, Any]]:

@@ -14,7 +14,7 @@ from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerError, U
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.param_group import BufferPool, ParamGroup
 from pcomm.fsdp.runtime.peers import Peers, ScheduleAgreement
-from pcomm.fsdp.runtime.schedule import Phase, Schedule, Step, UnitEvent, UnreducedGrads
+from pcomm.fsdp.runtime.schedule import Operation, Phase, Schedule, UnitEvent, UnreducedGrads
 from pcomm.fsdp.runtime.schedule_executor import ScheduleExecutor
 from pcomm.fsdp.runtime.shards import LocalParams, ParamShard
 from pcomm.fsdp.settings import CommPolicy
@@ -329,8 +329,8 @@ class FsdpRuntime:
         if self.unit_clock is not None:
             self.unit_clock.pause(event)
         try:
-            for step in self._executor.steps_for(event):
-                self._do(step)
+            for op in self._executor.steps_for(event):
+                self._do(op)
             if self.unit_clock is not None:
                 self.unit_clock.resume()
         except PcommError as error:
@@ -339,17 +339,17 @@ class FsdpRuntime:
                 self.fail(error)
             raise
 
-    def _do(self, step: Step) -> None:
-        if step.kind == "use":
-            for group in self.units[step.name].groups:
+    def _do(self, op: Operation) -> None:
+        if op.kind == "use":
+            for group in self.units[op.name].groups:
                 group.unsharded.install()
-                if step.phase == "backward":
+                if op.phase == "backward":
                     group.gradients.expect()
-        if step.is_anchor:
+        if op.is_anchor:
             return
-        self.issued[step.kind] += 1
-        group = self.groups[step.name]
-        match step.kind:
+        self.issued[op.kind] += 1
+        group = self.groups[op.name]
+        match op.kind:
             case "gather":
                 group.unsharded.gather()
             case "wait_gather":

@@ -21,10 +21,10 @@ __all__ = [
     "ALL_REDUCED",
     "Kind",
     "OnDemand",
+    "Operation",
     "Phase",
     "Schedule",
     "ScheduledGroup",
-    "Step",
     "UnitEvent",
     "UnreducedGrads",
     "compile_schedule",
@@ -61,7 +61,7 @@ class UnitEvent(NamedTuple):
     phase: Phase
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """One operation of a schedule.
 
     Attributes:
@@ -138,42 +138,40 @@ class Schedule:
         unreduced_at_end: Gradients that are left to a later micro-batch of the step.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Operation, ...]
     gathered_at_end: frozenset[str]
     unreduced_at_end: UnreducedGrads = ALL_REDUCED
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash, the same for equal lists of steps."""
-        text = "\n".join(" ".join(step) for step in self.steps)
+        text = "\n".join(" ".join(op) for op in self.steps)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def count(self, kind: Kind) -> int:
         """Number of steps of a kind."""
-        return sum(step.kind == kind for step in self.steps)
+        return sum(op.kind == kind for op in self.steps)
 
     def describe(self) -> str:
         """One line for each event, with the steps around it."""
         lines = [f"schedule {self.fingerprint}"]
         before: list[str] = []
-        for step in self.steps:
-            if step.is_anchor:
-                lines.append(
-                    f"  {step.phase:<8} {step.kind:<4} {step.name:<20} {', '.join(before)}"
-                )
+        for op in self.steps:
+            if op.is_anchor:
+                lines.append(f"  {op.phase:<8} {op.kind:<4} {op.name:<20} {', '.join(before)}")
                 before = []
             else:
-                before.append(f"{step.kind} {step.name}")
+                before.append(f"{op.kind} {op.name}")
         lines.append(f"  after it all{' ' * 23}{', '.join(before)}" if before else "")
         return "\n".join(line.rstrip() for line in lines)
 
 
-def events_of(steps: Iterable[Step]) -> tuple[UnitEvent, ...]:
+def events_of(steps: Iterable[Operation]) -> tuple[UnitEvent, ...]:
     """The steps that the model did, as events."""
     return tuple(
-        UnitEvent(step.kind, step.name, step.phase)
-        for step in steps
-        if step.kind == "use" or step.kind == "done" or step.kind == "end"
+        UnitEvent(op.kind, op.name, op.phase)
+        for op in steps
+        if op.kind == "use" or op.kind == "done" or op.kind == "end"
     )
 
 
@@ -208,7 +206,7 @@ def compile_schedule(
     gathered: frozenset[str],
     is_last: bool,
     unreduced: UnreducedGrads = ALL_REDUCED,
-    taken: Sequence[Step] = (),
+    taken: Sequence[Operation] = (),
     prefetch_backward: int | None = None,
 ) -> Schedule:
     """The schedule of one micro-batch around what its units do.
@@ -274,7 +272,7 @@ class OnDemand:
         gathered: frozenset[str],
         is_last: bool,
         unreduced: UnreducedGrads = ALL_REDUCED,
-        taken: Sequence[Step] = (),
+        taken: Sequence[Operation] = (),
     ) -> None:
         self._is_last = is_last
         depths: dict[Phase, int] = {"forward": 0, "backward": 0}
@@ -285,7 +283,7 @@ class OnDemand:
         self._gives_back = bool(taken)
 
     @property
-    def steps(self) -> Sequence[Step]:
+    def steps(self) -> Sequence[Operation]:
         """All steps up to now."""
         return self._writer.steps
 
@@ -304,7 +302,7 @@ class OnDemand:
         """Gradients that are left to a later micro-batch of the step."""
         return self._writer.unreduced
 
-    def steps_for(self, event: UnitEvent) -> list[Step]:
+    def steps_for(self, event: UnitEvent) -> list[Operation]:
         """The steps before and after `event`, which is one of them."""
         start = len(self._writer.steps)
         if self._gives_back:
@@ -344,7 +342,7 @@ class ScheduleWriter:
         gathered: frozenset[str],
         unreduced: UnreducedGrads,
     ) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[Operation] = []
         self.gathered = set(gathered)
         self._events = events
         self._to_reduce, self._to_sum = set(unreduced.reduces), set(unreduced.sums)
@@ -369,35 +367,35 @@ class ScheduleWriter:
         """Gradients that are left to a later micro-batch of the step."""
         return UnreducedGrads(frozenset(self._to_reduce), frozenset(self._to_sum))
 
-    def resume(self, taken: Sequence[Step]) -> int:
+    def resume(self, taken: Sequence[Operation]) -> int:
         """Go on behind steps that were taken. Returns the number of events among them."""
-        for step in taken:
-            if step.kind == "use":
-                self._open.append(step.name)
-            elif step.kind == "done":
-                self._close(step.name)
-                if step.phase == "backward":
-                    self._leave_to_reduce(step.name)
-            elif step.kind == "gather":
-                self.gathered.add(step.name)
-                self._waiting.add(step.name)
-            elif step.kind == "wait_gather":
-                self._waiting.remove(step.name)
-            elif step.kind == "release":
-                self.gathered.remove(step.name)
-            elif step.kind == "reduce":
-                self._to_reduce.discard(step.name)
-                self._reducing.append(self._groups[step.name])
-            elif step.kind == "wait_reduce":
-                self._reducing.remove(self._groups[step.name])
-                self._leave_to_sum(self._groups[step.name])
-            elif step.kind == "all_reduce":
-                self._to_sum.discard(step.name)
-                self._all_reducing.append(self._groups[step.name])
-            elif step.kind == "wait_all_reduce":
-                self._all_reducing.remove(self._groups[step.name])
+        for op in taken:
+            if op.kind == "use":
+                self._open.append(op.name)
+            elif op.kind == "done":
+                self._close(op.name)
+                if op.phase == "backward":
+                    self._leave_to_reduce(op.name)
+            elif op.kind == "gather":
+                self.gathered.add(op.name)
+                self._waiting.add(op.name)
+            elif op.kind == "wait_gather":
+                self._waiting.remove(op.name)
+            elif op.kind == "release":
+                self.gathered.remove(op.name)
+            elif op.kind == "reduce":
+                self._to_reduce.discard(op.name)
+                self._reducing.append(self._groups[op.name])
+            elif op.kind == "wait_reduce":
+                self._reducing.remove(self._groups[op.name])
+                self._leave_to_sum(self._groups[op.name])
+            elif op.kind == "all_reduce":
+                self._to_sum.discard(op.name)
+                self._all_reducing.append(self._groups[op.name])
+            elif op.kind == "wait_all_reduce":
+                self._all_reducing.remove(self._groups[op.name])
         self.steps.extend(taken)
-        return sum(step.is_anchor for step in taken)
+        return sum(op.is_anchor for op in taken)
 
     def give_back(self, units: Sequence[str], phase: Phase) -> None:
         """Release groups that were gathered ahead and are not used soon."""
@@ -429,11 +427,11 @@ class ScheduleWriter:
         for group in self._of_unit.get(event.unit, ()):
             if group.name in self._waiting:
                 self._waiting.remove(group.name)
-                self.steps.append(Step("wait_gather", group.name, event.phase))
-        self.steps.append(Step("use", event.unit, event.phase))
+                self.steps.append(Operation("wait_gather", group.name, event.phase))
+        self.steps.append(Operation("use", event.unit, event.phase))
 
     def _done(self, place: int, event: UnitEvent, is_last: bool) -> None:
-        self.steps.append(Step("done", event.unit, event.phase))
+        self.steps.append(Operation("done", event.unit, event.phase))
         self._close(event.unit)
         ahead = self.ahead(place, 1 + self._depths[event.phase])
         if event.unit not in ahead and event.unit not in self._open:
@@ -455,7 +453,7 @@ class ScheduleWriter:
             self._reduce(reduced)
 
     def _end(self, event: UnitEvent, is_last: bool) -> None:
-        self.steps.append(Step("end", event.unit, event.phase))
+        self.steps.append(Operation("end", event.unit, event.phase))
         if event.phase == "backward":
             # Of units that took part in an earlier micro-batch of the step, and not in this one.
             unreduced = [group for name, group in self._groups.items() if name in self._to_reduce]
@@ -476,7 +474,7 @@ class ScheduleWriter:
                     # Gathered ahead for a use that did not come, and kept: the next use takes it
                     # for gathered.
                     self._waiting.remove(group.name)
-                    self.steps.append(Step("wait_gather", group.name, event.phase))
+                    self.steps.append(Operation("wait_gather", group.name, event.phase))
                 if is_last:
                     # The optimizer makes it stale; its memory stays where it is.
                     self.gathered.discard(group.name)
@@ -501,7 +499,7 @@ class ScheduleWriter:
             if group.name not in self.gathered:
                 self.gathered.add(group.name)
                 self._waiting.add(group.name)
-                self.steps.append(Step("gather", group.name, phase))
+                self.steps.append(Operation("gather", group.name, phase))
 
     def _release(self, group: ScheduledGroup, phase: Phase) -> None:
         if group.name not in self.gathered:
@@ -509,9 +507,9 @@ class ScheduleWriter:
         if group.name in self._waiting:
             # Gathered ahead for a use that did not come.
             self._waiting.remove(group.name)
-            self.steps.append(Step("wait_gather", group.name, phase))
+            self.steps.append(Operation("wait_gather", group.name, phase))
         self.gathered.remove(group.name)
-        self.steps.append(Step("release", group.name, phase))
+        self.steps.append(Operation("release", group.name, phase))
 
     def _reduce(self, groups: Sequence[ScheduledGroup]) -> None:
         # Issued before older ones are waited for, so that the queue never runs dry.
@@ -521,7 +519,7 @@ class ScheduleWriter:
                 self._wait_reduce(group)
             self._reducing.append(group)
             self._to_reduce.discard(group.name)
-            self.steps.append(Step("reduce", group.name, "backward"))
+            self.steps.append(Operation("reduce", group.name, "backward"))
         while len({reducing.unit for reducing in self._reducing}) > self._inflight:
             self._wait_reduce(self._reducing.pop(0))
 
@@ -529,7 +527,7 @@ class ScheduleWriter:
         if group in self._all_reducing:
             # What is added to the sum now would be lost or doubled.
             self._wait_all_reduce(group)
-        self.steps.append(Step("wait_reduce", group.name, "backward"))
+        self.steps.append(Operation("wait_reduce", group.name, "backward"))
         self._leave_to_sum(group)
         if group.all_reduces:
             self._all_reduce(group)
@@ -537,11 +535,11 @@ class ScheduleWriter:
     def _all_reduce(self, group: ScheduledGroup) -> None:
         self._to_sum.discard(group.name)
         self._all_reducing.append(group)
-        self.steps.append(Step("all_reduce", group.name, "backward"))
+        self.steps.append(Operation("all_reduce", group.name, "backward"))
 
     def _wait_all_reduce(self, group: ScheduledGroup) -> None:
         self._all_reducing.remove(group)
-        self.steps.append(Step("wait_all_reduce", group.name, "backward"))
+        self.steps.append(Operation("wait_all_reduce", group.name, "backward"))
 
     def _leave_to_reduce(self, unit: str) -> None:
         self._to_reduce.update(group.name for group in self._of_unit.get(unit, ()) if group.trains)

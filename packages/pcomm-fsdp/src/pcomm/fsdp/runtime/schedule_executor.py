@@ -12,9 +12,9 @@ from pcomm.fsdp.runtime.peers import ScheduleAgreement
 from pcomm.fsdp.runtime.schedule import (
     ALL_REDUCED,
     OnDemand,
+    Operation,
     Schedule,
     ScheduledGroup,
-    Step,
     UnitEvent,
     UnreducedGrads,
     compile_schedule,
@@ -55,7 +55,7 @@ class ScheduleExecutor:
         self._schedule: Schedule | None = None
         self._events: Sequence[UnitEvent] = ()
         self._next = 0
-        self._taken: tuple[Step, ...] = ()
+        self._taken: tuple[Operation, ...] = ()
 
     def begin(self, context: str, *, is_last: bool) -> None:
         """A micro-batch begins, of which no more is known than this. Local."""
@@ -75,7 +75,7 @@ class ScheduleExecutor:
             self._is_last = is_last
             self._plan_again(self._steps_taken(), None if self._on_demand else self._events)
 
-    def steps_for(self, event: UnitEvent) -> Sequence[Step]:
+    def steps_for(self, event: UnitEvent) -> Sequence[Operation]:
         """The steps before and after `event`, which is one of them.
 
         Collective where it was not foreseen.
@@ -176,7 +176,7 @@ class ScheduleExecutor:
 
     # -- departures ------------------------------------------------------------------------
 
-    def _depart(self, event: UnitEvent, expected: Step | None) -> Sequence[Step]:
+    def _depart(self, event: UnitEvent, expected: Operation | None) -> Sequence[Operation]:
         foreseen = "the end of the schedule" if expected is None else " ".join(expected)
         self._agreement.agree(self._place, f"{' '.join(event)}, where {foreseen} was foreseen")
         taken = self._steps_taken()
@@ -187,7 +187,7 @@ class ScheduleExecutor:
         self._place -= 1
         return self.steps_for(event)
 
-    def _plan_again(self, taken: tuple[Step, ...], events: Sequence[UnitEvent] | None) -> None:
+    def _plan_again(self, taken: tuple[Operation, ...], events: Sequence[UnitEvent] | None) -> None:
         """Go on from what was done, with a schedule for `events`, or on demand without any."""
         self._taken, self._next = taken, 0
         self._on_demand = self._schedule = None
@@ -206,7 +206,7 @@ class ScheduleExecutor:
         unreduced: UnreducedGrads,
         *,
         is_last: bool,
-        taken: tuple[Step, ...] = (),
+        taken: tuple[Operation, ...] = (),
     ) -> Schedule:
         return compile_schedule(
             events,
@@ -221,7 +221,7 @@ class ScheduleExecutor:
             taken=taken,
         )
 
-    def _make_on_demand(self, taken: tuple[Step, ...]) -> OnDemand:
+    def _make_on_demand(self, taken: tuple[Operation, ...]) -> OnDemand:
         return OnDemand(
             self._scheduled(self._is_last),
             inflight_reduce=self._policy.inflight_reduce,
@@ -231,7 +231,7 @@ class ScheduleExecutor:
             taken=taken,
         )
 
-    def _steps_taken(self) -> tuple[Step, ...]:
+    def _steps_taken(self) -> tuple[Operation, ...]:
         if self._on_demand is not None:
             return tuple(self._on_demand.steps)
         assert self._schedule is not None

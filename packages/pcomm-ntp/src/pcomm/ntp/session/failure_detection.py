@@ -106,9 +106,9 @@ class Watch:
         told, watched = self._told, self._watched
         if told and watched and told[0] == watched.generation:
             return told[1]
-        return self.ended()
+        return self.out_of_steps()
 
-    def ended(self) -> str | None:
+    def out_of_steps(self) -> str | None:
         """Which rank has ended before the step that this one attempts, or None. Local."""
         over, watched, step = self._over, self._watched, self.step
         if over is None or watched is None or step is None:

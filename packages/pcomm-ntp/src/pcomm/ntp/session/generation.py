@@ -27,15 +27,7 @@ from pcomm.ntp.session.quorum import Timeouts
 from pcomm.ntp.session.training_state import Restore, TrainState, topology_along_dp
 from pcomm.ntp.sync.grad_groups import Strategy, grad_groups
 
-__all__ = [
-    "Build",
-    "Clock",
-    "Job",
-    "Opened",
-    "Transition",
-    "open_generation",
-    "run_abandonable",
-]
+__all__ = ["Build", "Clock", "Job", "Opened", "Transition", "open_generation", "run_abandonable"]
 
 
 Build = Callable[[NtpPlan, Groups, int], TrainState]

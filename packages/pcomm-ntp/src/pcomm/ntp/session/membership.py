@@ -9,13 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from pcomm.core.control import Control
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    FencedError,
-    PeerError,
-    PeerTimeoutError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, FencedError, PeerError, PeerTimeoutError
 from pcomm.ntp.session.failure_detection import ExitReports, Watch, left_out, unreachable
 from pcomm.ntp.session.quorum import Quorum, Timeouts, states_before
 from pcomm.ntp.session.records import Decision, Join, Records, store_lost
@@ -74,10 +68,7 @@ class Membership:
         self.is_over, self.stops = False, False
         self._joins_done = 0
         self.watch = Watch(
-            connect,
-            rank,
-            heartbeat_s=timeouts.heartbeat_s,
-            dead_after_s=timeouts.dead_after_s,
+            connect, rank, heartbeat_s=timeouts.heartbeat_s, dead_after_s=timeouts.dead_after_s
         )
 
     # -- entering ----------------------------------------------------------------------------
@@ -274,7 +265,7 @@ class Membership:
         found = unreachable(self.records.reach(self.number, others), self._timeouts.dead_after_s)
         self.records.say_unreached(self.number, self.rank, found)
 
-    def settle(self) -> None:
+    def note_complete(self) -> None:
         """Note that the generation is complete on all ranks. Local."""
         self.gone.clear()
         self._newest = frozenset()
@@ -317,20 +308,20 @@ class Membership:
     def _newcomers(self, ranks: Sequence[int]) -> dict[int, Join]:
         """Processes that can be taken in beside `ranks`, by rank."""
         found: dict[int, Join] = {}
-        is_settled = True
+        is_answered = True
         for number, join in self.records.joins(self._joins_done, self.records.num_joins()):
-            if self._is_settled(join):
-                if is_settled:
+            if self._is_answered(join):
+                if is_answered:
                     self._joins_done = number
                 continue
-            is_settled = False
+            is_answered = False
             if join.rank not in ranks:
                 found[join.rank] = join
         return found
 
-    def _is_settled(self, join: Join) -> bool:
+    def _is_answered(self, join: Join) -> bool:
         """Whether a request needs no decision any more; answers what is refused."""
-        if self.records.is_settled(join.token):
+        if self.records.is_answered(join.token):
             return True
         if self._exits.of(join.rank, {join.rank: join.incarnation}) is not None:
             return True

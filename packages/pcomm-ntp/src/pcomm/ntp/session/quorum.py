@@ -110,15 +110,15 @@ class Quorum:
 
         A rank that was silent for too long and has come before the decision lives.
         """
-        return [r for r in here if r == rank or not self._is_over(r)]
+        return [r for r in here if r == rank or not self._how_it_ended(r)]
 
-    def _is_over(self, rank: int) -> str | None:
+    def _how_it_ended(self, rank: int) -> str | None:
         """How a rank has ended or left, or None."""
         ended = self._exits.of(rank, self._incarnations)
         return ended or self._records.left(self.generation, rank)
 
     def _told(self, rank: int) -> str | None:
-        return self._is_over(rank) or self._records.silent(self.generation, rank)
+        return self._how_it_ended(rank) or self._records.silent(self.generation, rank)
 
     def _reason(self, rank: int) -> str:
         """Why a rank is gone."""

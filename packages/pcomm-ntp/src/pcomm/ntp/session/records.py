@@ -266,7 +266,7 @@ class Records:
         """Note that a process was taken in, so that its request is not granted again."""
         self._set(f"taken/{token}", "1")
 
-    def is_settled(self, token: str) -> bool:
+    def is_answered(self, token: str) -> bool:
         """Whether a process was taken in or refused."""
         return self._get(f"taken/{token}") is not None or self.refused(token) is not None
 

@@ -24,13 +24,7 @@ from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.redistribute import Moved, StateLostError, state_tensors
 from pcomm.ntp.redistribute.agreement import differing_units
 from pcomm.ntp.session.failure_detection import SuspectedFailure
-from pcomm.ntp.session.generation import (
-    Clock,
-    Job,
-    Opened,
-    Transition,
-    open_generation,
-)
+from pcomm.ntp.session.generation import Clock, Job, Opened, Transition, open_generation
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.records import StoreLostError, headline, store_errors
 from pcomm.ntp.session.resume_point import NONE, RankState, ResumePoint, resume_point
@@ -82,7 +76,7 @@ class Recovery:
         self.applied, self.is_ready, self.stops = 0, False, False
         self._buffers, self._retries = BufferSnapshot(), RetryLimit()
         self._has_state = False
-        self._settled = 0
+        self._applied_at_start = 0
         self.ending: TopologyError | None = None
         self.transitions: list[Transition] = []
 
@@ -102,7 +96,7 @@ class Recovery:
         Raises:
             DivergenceError: Ranks hold other numbers of the same units.
         """
-        held, steps = self.held, self.applied - self._settled
+        held, steps = self.held, self.applied - self._applied_at_start
         is_due = steps == 1 or (steps > 0 and steps % _DRIFT_STEPS == 0)
         if held is None or held.built is None or not is_due:
             return
@@ -181,13 +175,13 @@ class Recovery:
             states = self._membership.enter()
             self.stops = self._membership.stops
             reason = "the job starts" if not states else "this process joins"
-            failed = self._try_to_settle(states, reason, started_s)
+            failed = self._try_to_enter(states, reason, started_s)
             if failed is not None:
                 self._membership.try_connections()
         if failed is not None:
-            self.move(failed)
+            self.next_generation(failed)
 
-    def move(self, reason: str) -> None:
+    def next_generation(self, reason: str) -> None:
         """Leave the generation and enter the next one that holds. Collective.
 
         Args:
@@ -212,7 +206,7 @@ class Recovery:
                 if decision.is_end:
                     return
                 self.stops = self._membership.stops
-                told = self._try_to_settle(states, told, started_s)
+                told = self._try_to_enter(states, told, started_s)
                 if told is not None:
                     self._membership.try_connections()
 
@@ -227,7 +221,7 @@ class Recovery:
         if not is_recoverable(error):
             return None
         self._membership.check_store()
-        if (ended := self._membership.watch.ended()) is not None:
+        if (ended := self._membership.watch.out_of_steps()) is not None:
             raise ConfigError(
                 f"Session.attempts: the attempt at step {self.applied}",
                 found=ended,
@@ -251,12 +245,12 @@ class Recovery:
 
     # -- how it is done ----------------------------------------------------------------------
 
-    def _try_to_settle(
+    def _try_to_enter(
         self, states: Mapping[int, RankState], reason: str, started_s: float
     ) -> str | None:
         """Enter the generation; why another one is needed, or None."""
         try:
-            self._settle(resume_point(states), reason, time.monotonic() - started_s)
+            self._enter(resume_point(states), reason, time.monotonic() - started_s)
         except (PeerError, PeerTimeoutError) as error:
             failed = self.recoverable_reason(error)
             if failed is None:
@@ -268,7 +262,7 @@ class Recovery:
             raise _cannot_go_on(self.ending, self.applied, is_saved=False) from error
         return None
 
-    def _settle(self, point: ResumePoint, reason: str, meet_s: float) -> None:
+    def _enter(self, point: ResumePoint, reason: str, meet_s: float) -> None:
         """Open the generation, and bring the state there."""
         member, clock = self._membership, Clock()
         self._take_up(point)
@@ -296,7 +290,7 @@ class Recovery:
         lines += [f"{name}: {fact}" for name, fact in self._job.all_facts().items()]
         control.agree("Session: the state has arrived", lines)
         # From here on all ranks have the new state, so the old one is not needed any more.
-        self.held, self._complete, self._settled = self._complete, None, self.applied
+        self.held, self._complete, self._applied_at_start = self._complete, None, self.applied
         took = Transition(
             generation=member.number,
             reason=reason,
@@ -309,7 +303,7 @@ class Recovery:
             moved=moved,
         )
         self.transitions.append(took)
-        member.settle()
+        member.note_complete()
 
     def _plan(self, point: ResumePoint) -> NtpPlan:
         """The plan of the generation; where there is none, that for `at_end` alone."""

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    FencedError,
-    UnsupportedError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, FencedError, UnsupportedError
 from pcomm.core.process import RankPlace
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
@@ -279,7 +274,7 @@ class Session:
                     fix="Make another session.",
                 )
             if (reason := self.failure) is not None:
-                self._step_end.move(reason)
+                self._step_end.begin_generation(reason)
             elif self.is_idle:
                 with Attempt(self._step_end):
                     self._step_end.apply_together()
@@ -319,13 +314,13 @@ class Session:
             )
         with store_errors():
             self._membership.records.set_speed(rank, speed)
-        self._step_end.asks_move = True
+        self._step_end.asks_generation = True
 
     def request_stop(self) -> None:
         """Have all ranks end after the next step, such as before a time limit. Local."""
         with store_errors():
             self._membership.records.ask_to_stop()
-        self._step_end.asks_move = True
+        self._step_end.asks_generation = True
 
     def check_fence(self) -> None:
         """Raise `FencedError` if the others went on without this rank. Local.
@@ -382,7 +377,7 @@ class Session:
                 reason = self._failure_at_end()
                 if reason is None and self._membership.finish(recovery.applied):
                     return
-                recovery.move(reason or self.failure or "other ranks have met")
+                recovery.next_generation(reason or self.failure or "other ranks have met")
                 if recovery.applied < applied:
                     raise StateLostError(
                         "Session.close",

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives import Collectives
-from pcomm.core.errors import (
-    ConfigError,
-    DivergenceError,
-)
+from pcomm.core.errors import ConfigError, DivergenceError
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.records import store_errors
 from pcomm.ntp.session.recovery import Recovery
@@ -184,13 +181,13 @@ class StepEnd:
 
     Attributes:
         recovery: State of this rank.
-        asks_move: True if this rank asks for another generation at the end of its next step.
+        asks_generation: True if this rank asks for another generation at the end of its next step.
         until: Number of steps after which this rank attempts none.
     """
 
     def __init__(self, recovery: Recovery, membership: Membership, device: torch.device) -> None:
         self.recovery, self._membership, self._device = recovery, membership, device
-        self.asks_move, self.until = False, 0
+        self.asks_generation, self.until = False, 0
         self._is_asked = False
 
     def apply_together(self, max_norm: float | None = None) -> None:
@@ -207,12 +204,12 @@ class StepEnd:
         recovery = self.recovery
         opened = recovery.require_opened()
         with store_errors():
-            asks_move = self.asks_move or self._membership.wants_in()
+            asks_generation = self.asks_generation or self._membership.wants_in()
         recovery.check_drift()
         recovery.is_ready = True
         everyone = opened.everyone.collectives
         settings = {"until": float(self.until), "max_norm": max_norm}
-        self._is_asked = wait_until_all_ready(asks_move, settings, everyone, self._device)
+        self._is_asked = wait_until_all_ready(asks_generation, settings, everyone, self._device)
         recovery.apply()
         if recovery.sync is not None:
             recovery.sync.zero_grad()
@@ -244,17 +241,17 @@ class StepEnd:
             reason = "a process joins, or a rank asks for a change" if is_asked else None
         if reason is None:
             return False
-        self.move(reason)
+        self.begin_generation(reason)
         return True
 
-    def move(self, reason: str) -> None:
+    def begin_generation(self, reason: str) -> None:
         """Begin another generation, which has all that this rank asked for. Collective."""
-        self.asks_move = False
-        self.recovery.move(reason)
+        self.asks_generation = False
+        self.recovery.next_generation(reason)
 
 
 def wait_until_all_ready(
-    asks_move: bool,
+    asks_generation: bool,
     settings: Mapping[str, float | None],
     collectives: Collectives,
     device: torch.device,
@@ -265,7 +262,7 @@ def wait_until_all_ready(
     It may end on some ranks and fail on others; see `resume_point`.
 
     Args:
-        asks_move: True to ask for another generation after the step, such as for new speeds.
+        asks_generation: True to ask for another generation after the step, such as for new speeds.
         settings: Numbers that must be the same on all ranks, by name; the same names on all. None
             on a rank that has none, such as one without units.
         collectives: Collectives of all ranks of the generation.
@@ -279,7 +276,9 @@ def wait_until_all_ready(
     """
     # The largest and the least of each, by one reduction.
     pairs = [(-math.inf, -math.inf) if v is None else (v, -v) for v in settings.values()]
-    told = torch.tensor([float(asks_move), *sum(pairs, ())], dtype=torch.float64, device=device)
+    told = torch.tensor(
+        [float(asks_generation), *sum(pairs, ())], dtype=torch.float64, device=device
+    )
     asked, *found = collectives.all_reduce(told, op="max").tolist()
     for name, most, least in zip(settings, found[::2], found[1::2], strict=True):
         if most != -least and most != -math.inf:

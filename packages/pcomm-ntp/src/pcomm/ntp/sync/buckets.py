@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from pcomm.core.errors import (
-    ConfigError,
-)
+from pcomm.core.errors import ConfigError
 from pcomm.ntp.sync.grad_groups import Strategy
 from pcomm.ntp.sync.params import ModelGuard, SyncedParam
 from pcomm.ntp.sync.sums import BucketSum, GatherCoreSum, IntervalSum, SumPlan

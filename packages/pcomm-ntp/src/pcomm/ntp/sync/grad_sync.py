@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.control.agreement import agree_in_group
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    TopologyError,
-    UnsupportedError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, TopologyError, UnsupportedError
 from pcomm.core.groups.open_groups import Groups
 from pcomm.core.tensor_parallel.split import ParamLayout, param_layouts_of
 from pcomm.ntp.planning.plan import NtpPlan

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pcomm.core.errors import (
-    ConfigError,
-    LayoutError,
-    UnsupportedError,
-    near_misses,
-)
+from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError, near_misses
 from pcomm.core.layout import Layout, Run
 from pcomm.core.tensor_parallel.split import ParamLayout
 from pcomm.ntp.planning.plan import NtpPlan

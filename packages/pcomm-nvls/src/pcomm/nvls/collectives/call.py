@@ -134,11 +134,7 @@ def check_input(operation: str, x: Tensor, device: torch.device) -> None:
 
 
 def check_result(
-    operation: str,
-    out: Tensor | None,
-    shape: tuple[int, ...],
-    like: Tensor,
-    workspace: Workspace,
+    operation: str, out: Tensor | None, shape: tuple[int, ...], like: Tensor, workspace: Workspace
 ) -> None:
     """Refuse an `out` that a result cannot be written to as it is. Local, whatever the algorithm.
 
@@ -286,7 +282,7 @@ def barrier_launch(
     kernel: Any,
     workspace: Workspace,
     choice: Choice,
-    turn: SlotLease,
+    lease: SlotLease,
     arguments: Mapping[str, Any],
     tensors: tuple[Tensor, ...],
 ) -> Launch:
@@ -296,15 +292,15 @@ def barrier_launch(
         kernel: Kernel of the operation.
         workspace: Workspace of the group.
         choice: Algorithm and grid.
-        turn: Turn of the operation.
+        lease: Turn of the operation.
         arguments: Arguments beside those of the group, the slot and the grid.
         tensors: Tensors whose addresses are among the arguments.
     """
     shared = {
         **workspace.shared_arguments(),
-        "slot": workspace.regions.slot(turn.slot),
+        "slot": workspace.regions.slot(lease.slot),
         "WAY": way_of(choice),
-        "ENTRY": turn.needs_entry,
+        "ENTRY": lease.needs_entry,
         "BLOCK": 32 * choice.num_warps,
     }
     blocks, warps = choice.num_blocks, choice.num_warps

@@ -108,10 +108,7 @@ def all_reduce_add_rmsnorm(
         normed = references.all_reduce_add_rmsnorm(
             x, residual, weight, eps, collectives=given, deterministic=ordered
         )
-        return NormedRows(
-            deliver(normed.rows, out),
-            deliver(normed.residual, residual_out),
-        )
+        return NormedRows(deliver(normed.rows, out), deliver(normed.residual, residual_out))
     if x.numel():
         assert threads is not None
         tensors = ResidualTensors.of(x, residual, weight, rows, stream, row_by_row=True)
@@ -203,9 +200,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
             deterministic=workspace.deterministic,
         )
         return NormedRows(
-            deliver(normed.rows, out),
-            deliver(normed.residual, residual_out),
-            normed.scales,
+            deliver(normed.rows, out), deliver(normed.residual, residual_out), normed.scales
         )
     scales = x.new_empty(len(x), dtype=torch.float32) if fp8 == "rows" else None
     if x.numel():
@@ -240,9 +235,7 @@ def reduce_scatter_add_rmsnorm_all_gather_launch(
         scales: fp32 scales of 8-bit floats; None without these.
         is_given: True where `scales` is the one scale of all rows.
     """
-    from pcomm.nvls.kernels.fused_rmsnorm import (
-        reduce_scatter_add_rmsnorm_all_gather_kernel,
-    )
+    from pcomm.nvls.kernels.fused_rmsnorm import reduce_scatter_add_rmsnorm_all_gather_kernel
 
     arguments = {
         "scales": tensors.x.data_ptr() if scales is None else scales,
@@ -275,12 +268,7 @@ def _check_fp8(x: Tensor, fp8: Literal["rows"] | Tensor | None) -> None:
 
 
 def _check_rows(
-    operation: str,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    shares: int,
-    workspace: Workspace,
+    operation: str, x: Tensor, residual: Tensor, weight: Tensor, shares: int, workspace: Workspace
 ) -> None:
     """Refuse rows that do not fit together. Local.
 
@@ -444,11 +432,7 @@ class ResidualTensors:
 
 
 def _new_or(
-    operation: str,
-    out: Tensor | None,
-    shape: tuple[int, ...],
-    like: Tensor,
-    workspace: Workspace,
+    operation: str, out: Tensor | None, shape: tuple[int, ...], like: Tensor, workspace: Workspace
 ) -> Tensor:
     """The memory that a kernel writes rows to; see `check_result` and `result_in`. Local."""
     check_result(operation, out, shape, like, workspace)
@@ -465,7 +449,7 @@ def _row_launch(
     arguments: dict[str, Any],
 ) -> Launch:
     """The launch of a kernel whose blocks hold one row each. Takes a turn of the workspace."""
-    turn, x = workspace.turn(), tensors.x
+    lease, x = workspace.turn(), tensors.x
     every = {
         "x": x.data_ptr(),
         "residual": tensors.residual.data_ptr(),
@@ -476,9 +460,9 @@ def _row_launch(
         "inverse_hidden": 1 / x.shape[1],
         "eps": eps,
         "KIND": kind_of(x.dtype),
-        "IN_PLACE": workspace.is_in_slot(x, turn),
+        "IN_PLACE": workspace.is_in_slot(x, lease),
         **arguments,
         "BLOCK": threads.block,
     }
-    launch = barrier_launch(kernel, workspace, choice, turn, every, tensors.all)
+    launch = barrier_launch(kernel, workspace, choice, lease, every, tensors.all)
     return replace(launch, num_warps=threads.num_warps, max_registers=threads.max_registers)

@@ -367,12 +367,7 @@ def gather_to_rank(
 
 
 def gather_to_rank_launch(
-    workspace: Workspace,
-    choice: Choice,
-    out: Tensor | None,
-    x: Tensor,
-    destination: int,
-    dim: int,
+    workspace: Workspace, choice: Choice, out: Tensor | None, x: Tensor, destination: int, dim: int
 ) -> Launch:
     """The launch that a choice asks for. Takes a turn of the workspace."""
     from pcomm.nvls.kernels.gathers import gather_to_rank_kernel

@@ -135,9 +135,9 @@ def all_gather_v_launch(
     """The launch that a choice asks for. Takes a turn of the workspace."""
     from pcomm.nvls.kernels.ragged import all_gather_v_kernel
 
-    turn = workspace.turn()
+    lease = workspace.turn()
     arguments = _rows(out, x, counts, limits)
-    return barrier_launch(all_gather_v_kernel, workspace, choice, turn, arguments, (x, out))
+    return barrier_launch(all_gather_v_kernel, workspace, choice, lease, arguments, (x, out))
 
 
 def _gathered_limits(
@@ -234,13 +234,13 @@ def reduce_scatter_v_launch(
     """The launch that a choice asks for. Takes a turn of the workspace."""
     from pcomm.nvls.kernels.ragged import reduce_scatter_v_kernel
 
-    turn = workspace.turn()
+    lease = workspace.turn()
     arguments = {
         **_rows(out, x, counts, limits),
         "KIND": kind_of(x.dtype),
-        "IN_PLACE": workspace.is_in_slot(x, turn),
+        "IN_PLACE": workspace.is_in_slot(x, lease),
     }
-    return barrier_launch(reduce_scatter_v_kernel, workspace, choice, turn, arguments, (x, out))
+    return barrier_launch(reduce_scatter_v_kernel, workspace, choice, lease, arguments, (x, out))
 
 
 def _scattered_limits(

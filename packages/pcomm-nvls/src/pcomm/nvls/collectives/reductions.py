@@ -116,7 +116,7 @@ def all_reduce_launch(workspace: Workspace, choice: Choice, out: Tensor, x: Tens
         two_shot_all_reduce_kernel,
     )
 
-    turn, kind = workspace.turn(), kind_of(x.dtype)
+    lease, kind = workspace.turn(), kind_of(x.dtype)
     if choice.algorithm == "lamport":
         kernel, only = lamport_all_reduce_kernel, {"KIND": kind}
         return lamport_launch(kernel, workspace, choice, out, x, x.nbytes, only)
@@ -125,12 +125,12 @@ def all_reduce_launch(workspace: Workspace, choice: Choice, out: Tensor, x: Tens
         "out": out.data_ptr(),
         "num_vectors": x.nbytes // VECTOR_BYTES,
         "KIND": kind,
-        "IN_PLACE": workspace.is_in_slot(x, turn),
+        "IN_PLACE": workspace.is_in_slot(x, lease),
     }
     architecture = workspace.capability.architecture
     one_shot = is_one_shot(x.nbytes, workspace.group.size, way_of(choice), architecture)
     kernel = one_shot_all_reduce_kernel if one_shot else two_shot_all_reduce_kernel
-    return barrier_launch(kernel, workspace, choice, turn, arguments, (x, out))
+    return barrier_launch(kernel, workspace, choice, lease, arguments, (x, out))
 
 
 def reduce_scatter_tensor(
@@ -213,10 +213,10 @@ def reduce_scatter_launch(
     """The launch that a choice asks for. Takes a turn of the workspace."""
     from pcomm.nvls.kernels.reductions import lamport_reduce_scatter_kernel, reduce_scatter_kernel
 
-    turn = workspace.turn()
+    lease = workspace.turn()
     # Also without a barrier: in the slot of another turn, a rank that has its segment could store
     # with the next operation before this one has read what it sends to a third rank.
-    in_place = workspace.is_in_slot(x, turn)
+    in_place = workspace.is_in_slot(x, lease)
     arguments = {"row_vectors": row_vectors(out, dim), "KIND": kind_of(x.dtype)}
     if choice.algorithm == "lamport":
         arguments["PEERS"] = peers_at_a_time(workspace.group.size)
@@ -231,7 +231,7 @@ def reduce_scatter_launch(
         "num_vectors": out.nbytes // VECTOR_BYTES,
         "IN_PLACE": in_place,
     }
-    return barrier_launch(reduce_scatter_kernel, workspace, choice, turn, arguments, (x, out))
+    return barrier_launch(reduce_scatter_kernel, workspace, choice, lease, arguments, (x, out))
 
 
 def _segment_shape(x: Tensor, dim: int, size: int) -> tuple[int, ...]:

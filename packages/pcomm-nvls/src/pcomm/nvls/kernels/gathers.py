@@ -74,18 +74,7 @@ def all_gather_kernel(
     lanes = tl.arange(0, BLOCK)
     step = tl.num_programs(0) * BLOCK
     if ENTRY:
-        barrier(
-            buffers,
-            multicast,
-            epochs,
-            failure,
-            0,
-            limit_ns,
-            rank,
-            block,
-            WORLD,
-            WAY,
-        )
+        barrier(buffers, multicast, epochs, failure, 0, limit_ns, rank, block, WORLD, WAY)
     for start in range(block * BLOCK, num_vectors, step):
         index = (start + lanes).to(tl.int64)
         inside = index < num_vectors

@@ -242,12 +242,7 @@ def _emulated_read(address: tl.tensor, mask: tl.tensor) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _emulated_write(
-    address: tl.tensor,
-    w0: tl.tensor,
-    w1: tl.tensor,
-    w2: tl.tensor,
-    w3: tl.tensor,
-    mask: tl.tensor,
+    address: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, mask: tl.tensor
 ) -> None:
     place = address.to(tl.pointer_type(tl.uint32))
     tl.store(place, w0, mask=mask)
@@ -278,12 +273,7 @@ def get(address: tl.tensor, mask: tl.tensor) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store(
-    address: tl.tensor,
-    w0: tl.tensor,
-    w1: tl.tensor,
-    w2: tl.tensor,
-    w3: tl.tensor,
-    mask: tl.tensor,
+    address: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, mask: tl.tensor
 ) -> None:
     """Four words to each address, of memory that no other rank reads."""
     if EMULATED:
@@ -294,12 +284,7 @@ def store(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def put(
-    address: tl.tensor,
-    w0: tl.tensor,
-    w1: tl.tensor,
-    w2: tl.tensor,
-    w3: tl.tensor,
-    mask: tl.tensor,
+    address: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, mask: tl.tensor
 ) -> None:
     """Four words to each address, of symmetric memory of this or another rank."""
     if EMULATED:

@@ -36,11 +36,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from pcomm.nvls.primitives.access import add_words, get, put, words_of, zero_floats
 from pcomm.nvls.primitives.emulation import EMULATED, wait_for_payload
-from pcomm.nvls.primitives.lamport_numbers import (
-    LAMPORT_SLOTS,
-    NOTHING_HERE,
-    OPERATION_NUMBERS,
-)
+from pcomm.nvls.primitives.lamport_numbers import LAMPORT_SLOTS, NOTHING_HERE, OPERATION_NUMBERS
 
 __all__ = [
     "NOTHING",
@@ -218,14 +214,7 @@ def clear_previous(
     step = tl.num_programs(0) * BLOCK
     for start in range(tl.program_id(0) * BLOCK, length, step):
         index = start + lanes
-        put(
-            place + index.to(tl.int64) * 16,
-            nothing,
-            nothing,
-            nothing,
-            nothing,
-            index < length,
-        )
+        put(place + index.to(tl.int64) * 16, nothing, nothing, nothing, nothing, index < length)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

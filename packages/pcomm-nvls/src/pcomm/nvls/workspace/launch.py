@@ -358,7 +358,7 @@ def remember(
     call: CachedCall,
     launcher: Launcher,
     launch: Launch,
-    turn: SlotLease,
+    lease: SlotLease,
 ) -> None:
     """Keep a call that was launched, for calls like it. Local.
 
@@ -367,10 +367,10 @@ def remember(
         call: The call.
         launcher: Launcher that has compiled it.
         launch: Its launch, with the addresses of its tensors among the arguments.
-        turn: Its turn.
+        lease: Its turn.
     """
     key, x, _, _ = call
-    if is_interpreted(launch.kernel) or turn.is_prepared:
+    if is_interpreted(launch.kernel) or lease.is_prepared:
         return
     if x.layout is not torch.strided or x.dtype.is_complex:
         return
@@ -380,6 +380,6 @@ def remember(
     if repeat is None:
         repeat = repeats[key] = Repeat.of(call)
     names = launch.kernel.arg_names
-    repeat.variants[turn.slot, turn.needs_entry] = Variant(
+    repeat.variants[lease.slot, lease.needs_entry] = Variant(
         launcher.runner(launch), values_of(launch), names.index("x"), names.index("out")
     )

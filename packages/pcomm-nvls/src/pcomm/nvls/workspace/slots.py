@@ -301,17 +301,17 @@ class Turns:
             ConfigError: It is on another stream than the operations before.
         """
         self._drop_unless_usable()
-        turn = self._prepared
-        if turn is None:
-            turn = self._next()
-        self._prepared, self.last = None, turn
-        return turn
+        lease = self._prepared
+        if lease is None:
+            lease = self._next()
+        self._prepared, self.last = None, lease
+        return lease
 
-    def put_back(self, turn: SlotLease) -> None:
+    def put_back(self, lease: SlotLease) -> None:
         """Have the next operation take the last turn, which was not used."""
         self.last = None
-        if turn.is_prepared:
-            self._prepared = turn
+        if lease.is_prepared:
+            self._prepared = lease
         elif self.on_trial is None:
             self.rotation.undo()
 
@@ -327,9 +327,9 @@ class Turns:
         self._drop_unless_usable()
         if self._prepared is not None:
             return self._prepared, False
-        turn = self._next()
-        self._prepared = turn._replace(needs_entry=False, is_prepared=True)
-        return self._prepared, turn.needs_entry
+        lease = self._next()
+        self._prepared = lease._replace(needs_entry=False, is_prepared=True)
+        return self._prepared, lease.needs_entry
 
     def release(self, slot: int) -> None:
         """Have the slot handed out as if it had not been: what lies there has been used."""

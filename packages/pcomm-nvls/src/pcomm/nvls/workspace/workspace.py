@@ -232,16 +232,16 @@ class Workspace:
             ConfigError: It would compile a kernel while a CUDA graph is captured.
             PeerTimeoutError: Under the interpreter, a rank did not come.
         """
-        turn = self.turns.last
+        lease = self.turns.last
         try:
             self._enqueue(launch)
         except Exception:
-            if turn is not None:
-                self.turns.put_back(turn)
+            if lease is not None:
+                self.turns.put_back(lease)
             raise
-        if call is None or turn is None or self.debug or self.turns.on_trial is not None:
+        if call is None or lease is None or self.debug or self.turns.on_trial is not None:
             return
-        remember(self.repeats, call, self.launcher, launch, turn)
+        remember(self.repeats, call, self.launcher, launch, lease)
 
     def is_in_slot(self, x: Tensor, turn: SlotLease) -> bool:
         """Whether `x` is what `empty` returned for this turn, so that it need not be copied.
@@ -312,8 +312,8 @@ class Workspace:
             )
         if self.memory is None or not num_bytes:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        turn, needs_entry = self.turns.hand_out()
-        if any(other is turn for other in self._turns_of_views.values()):
+        lease, needs_entry = self.turns.hand_out()
+        if any(other is lease for other in self._turns_of_views.values()):
             raise ConfigError(
                 f"Workspace.empty: shape {tuple(shape)} of {dtype}",
                 found="the memory for the next operation, which was handed out before and is "
@@ -328,7 +328,7 @@ class Workspace:
             except Exception:
                 self.turns.withdraw()
                 raise
-        return self._slot_view(turn, shape, dtype)
+        return self._slot_view(lease, shape, dtype)
 
     def prepare(self, operations: Callable[[], object]) -> None:
         """Compile and load what operations need, so that a CUDA graph can capture them.
@@ -389,8 +389,8 @@ class Workspace:
         Raises:
             ConfigError: One has, so that the view may show another operation's numbers.
         """
-        turn, newest = self._turns_of_views.get(view), self.turns.rotation.generation - 1
-        generation = self._newest_of_slot(view, newest) if turn is None else turn.generation
+        lease, newest = self._turns_of_views.get(view), self.turns.rotation.generation - 1
+        generation = self._newest_of_slot(view, newest) if lease is None else lease.generation
         if newest > generation:
             raise ConfigError(
                 f"a view of operation {generation} of the workspace",
@@ -445,13 +445,13 @@ class Workspace:
 
     # -- how it is done ------------------------------------------------------------------
 
-    def _slot_view(self, turn: SlotLease, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _slot_view(self, lease: SlotLease, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         memory = self.memory
         assert memory is not None
         num_bytes = math.prod(shape) * dtype.itemsize
-        start = self.regions.slot(turn.slot)
+        start = self.regions.slot(lease.slot)
         view = memory.buffer()[start : start + num_bytes].view(dtype).view(tuple(shape))
-        self._turns_of_views[view] = turn
+        self._turns_of_views[view] = lease
         return view
 
     def _newest_of_slot(self, view: Tensor, newest: int) -> int:
