@@ -126,17 +126,31 @@ class BandwidthMeter:
         """The bandwidth of a device; the first call measures it, in about a second on a CPU. Local.
 
         As many bytes are moved as a step has to, so that a cache which would not hold those holds
-        none of these; at most 1 GiB. They are free again after the call.
+        none of these; at most 1 GiB, and fewer where a GPU has not as many left. They are free
+        again after the call.
 
         Args:
             device: Device whose memory is measured.
             num_bytes: Bytes of the weights of the model, `StepWeights.largest`.
+
+        Raises:
+            torch.OutOfMemoryError: A GPU has not even 64 KiB left.
         """
         if (found := self.known(device)) is None:
             least = _LEAST_BYTES_CUDA if device.type == "cuda" else _LEAST_BYTES
-            found = self._measure(min(max(num_bytes, least), _MOST_BYTES), device)
+            found = self._fitting(min(max(num_bytes, least), _MOST_BYTES), device)
             self._known[device, torch.get_num_threads()] = found
         return found
+
+    def _fitting(self, num_bytes: int, device: torch.device) -> MemoryBandwidth:
+        """With fewer bytes where weights and other programs have left too little of a GPU."""
+        while True:
+            try:
+                return self._measure(num_bytes, device)
+            except torch.OutOfMemoryError:
+                if num_bytes <= _LEAST_BYTES:
+                    raise
+                num_bytes = max(num_bytes // 4, _LEAST_BYTES)
 
 
 @dataclass(frozen=True)
