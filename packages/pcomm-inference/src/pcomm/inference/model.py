@@ -43,7 +43,7 @@ class KVSpec:
         dtype: Dtype in which they are kept.
         value_dim: Width of a value; None for that of a key.
         window: Most keys that a token of the layer sees, its own among them; None for all. Where
-            every layer has one, the blocks that none sees any more are given back.
+            every layer with keys has one, the blocks that no token sees any more are given back.
     """
 
     heads: int
@@ -121,13 +121,13 @@ class StepBatch:
             before this step, on the host.
         context_lens_N: int32, the same on the device.
         block_tables_NB: int32, the blocks of each request in the order of its tokens; the entries
-            behind the last one are 0. They already cover the new tokens. `[N, 0]` for a model
-            without keys and values.
-        slot_mapping_T: int64, where keys and values of each new token go: the number of the block times
-            the block size, plus the offset in the block.
+            behind the last one, and of blocks that were given back, are 0. They already cover the
+            new tokens. `[N, 0]` for a model without keys and values.
+        slot_mapping_T: int64, where keys and values of each new token go: the number of the block
+            times the block size, plus the offset in the block.
         first_blocks: The first block of each request whose blocks are neighbours in ascending
             order, so that its keys and values are one slice of memory; None for one whose blocks
-            are scattered. On the host.
+            are scattered, or given back. On the host.
         state_slots_N: int64, the state slot of each request.
         logits_rows: int64 `[L]`, the tokens of the T whose logits are wanted.
         prepared: Values that the first layer of a kind computed from the fields above for those
@@ -165,14 +165,16 @@ class KVMemory:
     Attributes:
         keys: `[P, S, G, K]`.
         values: `[P, S, G, V]`, V the width of a value.
+        window: Window of the layer's `KVSpec`; keys before it may be gone.
     """
 
     keys: Tensor
     values: Tensor
+    window: int | None = None
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
-        """Keys `[P * S, G, K]` and values `[P * S, G, V]`: the same memory, by the places of tokens."""
+        """The same memory by the places of tokens: keys `[P * S, G, K]`, values `[P * S, G, V]`."""
         return self.keys.flatten(0, 1), self.values.flatten(0, 1)
 
     # Called for names that do not exist alone; a type checker reports those by itself.
