@@ -215,12 +215,14 @@ class DecodeCounts(NamedTuple):
     Attributes:
         num_requests: Number of requests.
         num_tokens: Number of tokens that are computed, drafts included; each has logits.
-        kept_tokens: Number of tokens of all requests that were in memory before the step.
+        kept_tokens: Number of tokens of all requests that were computed before the step.
+        kept_in_windows: The same for each window that layers have: of these within it.
     """
 
     num_requests: int
     num_tokens: int
     kept_tokens: int
+    kept_in_windows: tuple[int, ...] = ()
 
 
 class DecodeRoofline:
@@ -232,6 +234,9 @@ class DecodeRoofline:
         device: Device of the model.
         meter: Has measured the memory of the device, or will have before `stats`.
         kept: Number of steps that are kept.
+
+    Attributes:
+        windows: Windows that layers of the model have.
     """
 
     def __init__(
@@ -248,6 +253,7 @@ class DecodeRoofline:
         self._num_steps = self._all_ns = 0
         self._last: deque[tuple[DecodeCounts, int]] = deque(maxlen=kept)
         self._known: tuple[StepWeights, KeptBytes] | None = None
+        self.windows = tuple(KeptBytes.of(model.memory_specs()).per_token_in)
 
     def note(self, counts: DecodeCounts, step_ns: int) -> None:
         """Count a step that has succeeded, and took so many nanoseconds."""
@@ -270,6 +276,7 @@ class DecodeRoofline:
                 weights=weights.most_read(counts.num_tokens),
                 num_requests=counts.num_requests,
                 kept_tokens=counts.kept_tokens,
+                kept_in_windows=counts.kept_in_windows,
                 new_tokens=counts.num_tokens,
                 num_logits=counts.num_tokens * self._vocabulary,
                 logits_dtype=logits_dtype,

@@ -25,10 +25,34 @@ __all__ = ["AttentionCalls"]
 # What layers hand to their attention for other implementations; it has no effect on a batch without
 # padding, whose positions are given.
 _WITHOUT_EFFECT = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict "
-    "output_router_logits past_key_values token_type_ids logits_to_keep cu_seq_lens_q cu_seq_lens_k "
-    "max_length_q max_length_k num_items_in_batch layer_idx dropout is_causal scaling softcap s_aux "
-    "sliding_window deterministic layer_head_mask head_mask cache".split()
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "output_router_logits",
+        "past_key_values",
+        "token_type_ids",
+        "logits_to_keep",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "num_items_in_batch",
+        "layer_idx",
+        "dropout",
+        "is_causal",
+        "scaling",
+        "softcap",
+        "s_aux",
+        "sliding_window",
+        "deterministic",
+        "layer_head_mask",
+        "head_mask",
+        "cache",
+    ]
 )
 
 
