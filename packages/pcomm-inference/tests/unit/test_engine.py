@@ -21,6 +21,7 @@ MODELS = {
     "attention": ToyModel(attention_layers=2, state_layers=0),
     "recurrent": ToyModel(attention_layers=0, state_layers=2),
     "hybrid": ToyModel(),
+    "windows": ToyModel(attention_layers=2, state_layers=0, window=2),
 }
 PROMPTS = [[1], [2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5] * 13, [10, 9, 8]]
 

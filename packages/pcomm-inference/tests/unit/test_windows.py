@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
 from inference_support.toy_model import ToyModel, expected_tokens
 from pcomm.core.errors import ConfigError
 from pcomm.inference import Engine, Request, SamplingParams
-from pcomm.inference.model import KVSpec, Model
+from pcomm.inference.model import KVSpec, LayerMemory, Model, StepBatch
 from pcomm.inference.roofline import BandwidthMeter
 from pcomm.inference.roofline.decode_stats import MemoryBandwidth
 from pcomm.inference.transformers import TransformersModel
@@ -91,6 +93,26 @@ def test_requests_beside_each_other_preempt_and_are_computed_again() -> None:
     found, _ = written(engine, *(request(n, prompt, 40) for n, prompt in prompts.items()))
     assert found == {n: expected_tokens(TOY, prompt, 40) for n, prompt in prompts.items()}
     assert engine.stats().preemptions > 0
+
+
+class FailsOnce(ToyModel):
+    """Its step raises when it meets a position behind the first chunks."""
+
+    failures: ClassVar[list[int]] = []
+
+    def step(self, batch: StepBatch, memory: Sequence[LayerMemory | None]) -> Tensor:
+        if not self.failures and batch.num_requests > 1 and int(batch.positions_T.max()) > 30:
+            self.failures.append(1)
+            raise RuntimeError("once")
+        return super().step(batch, memory)
+
+
+def test_requests_of_a_step_that_failed_run_alone_by_chunks_of_their_windows() -> None:
+    engine = engine_for(FailsOnce(attention_layers=2, state_layers=0, window=6), num_blocks=12)
+    prompts = {"short": PROMPT[:20], "long": PROMPT[:90]}
+    found, _ = written(engine, *(request(n, prompt, 40) for n, prompt in prompts.items()))
+    assert found == {n: expected_tokens(TOY, prompt, 40) for n, prompt in prompts.items()}
+    assert FailsOnce.failures == [1]
 
 
 def test_what_was_given_back_stays_in_the_prefix_cache_until_its_place_is_needed() -> None:

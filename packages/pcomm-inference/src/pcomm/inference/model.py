@@ -170,7 +170,7 @@ class KVMemory:
 
     keys: Tensor
     values: Tensor
-    window: int | None = None
+    window: int | None = field(default=None, kw_only=True)
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:

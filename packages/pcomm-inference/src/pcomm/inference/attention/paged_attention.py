@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ def paged_attention(
     """
     _check(q_THK, k_TGK, v_TGV, memory)
     softmax = _Softmax(scale, softcap, sinks_H, alibi_H)
-    _check_scores(q_THK.shape[1], memory, window, softmax)
+    if window is not None or memory.window is not None or not softmax.is_plain:
+        _check_scores(q_THK.shape[1], memory, window, softmax)
     if not memory.keys.is_cpu and batch.is_decode:
         _write(k_TGK, v_TGV, memory, batch)
         return decode_on_device(q_THK, memory, batch, softmax, window)
@@ -108,8 +109,7 @@ def paged_attention(
     return out_THV
 
 
-@dataclass(frozen=True)
-class _Softmax:
+class _Softmax(NamedTuple):
     """How scores become weights: what `paged_attention` is given beside tensors and places."""
 
     scale: float | None = None

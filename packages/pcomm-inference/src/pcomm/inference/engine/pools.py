@@ -46,7 +46,7 @@ class Pools:
                     torch.zeros((*places, spec.heads, width), dtype=spec.dtype, device=device)
                     for width in (spec.head_dim, spec.width_of_values)
                 )
-                memory = KVMemory(keys, values, spec.window)
+                memory = KVMemory(keys, values, window=spec.window)
             elif isinstance(spec, StateSpec):
                 memory = StateMemory({})
                 for name, shape in spec.shapes.items():
