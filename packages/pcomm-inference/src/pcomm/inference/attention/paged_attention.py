@@ -123,6 +123,9 @@ class _Softmax(NamedTuple):
         return self.softcap is None and self.sinks_H is None and self.alibi_H is None
 
 
+_PLAIN = _Softmax()
+
+
 def _check(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, memory: object) -> None:
     if not isinstance(memory, KVMemory):
         kind = type(memory).__name__
@@ -244,7 +247,7 @@ def decode_on_device(
     q_NHK: Tensor,
     memory: KVMemory,
     batch: StepBatch,
-    softmax: _Softmax = _Softmax(),
+    softmax: _Softmax = _PLAIN,
     window: int | None = None,
 ) -> Tensor:
     """`[N, H, V]`, contiguous: one new token of every request. No wait for the device.
