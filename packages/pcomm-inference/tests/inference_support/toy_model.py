@@ -37,24 +37,34 @@ class ToyModel:
         vocabulary: Number of token ids.
         attention_layers: Number of layers that keep a number for each token.
         state_layers: Number of layers that keep a hash and the last two tokens.
+        window: Number of tokens that the first attention layer sees, each other one more than that
+            before it; None for all.
     """
 
     vocabulary: int = 11
     attention_layers: int = 1
     state_layers: int = 1
+    window: int | None = None
+
+    def window_of(self, layer: int) -> int | None:
+        """Number of tokens that an attention layer sees."""
+        return None if self.window is None else self.window + layer
 
     def memory_specs(self) -> Sequence[LayerSpec]:
         """Attention layers, one that keeps nothing, then recurrent layers."""
-        kept = KVSpec(heads=1, head_dim=1, dtype=torch.float64)
+        kept = [
+            KVSpec(1, 1, torch.float64, window=self.window_of(layer))
+            for layer in range(self.attention_layers)
+        ]
         state = StateSpec({"hash": (), "halo": (2,)}, {"hash": torch.int64, "halo": torch.float64})
-        return [kept] * self.attention_layers + [None] + [state] * self.state_layers
+        return [*kept, None] + [state] * self.state_layers
 
     def step(self, batch: StepBatch, memory: Sequence[LayerMemory | None]) -> Tensor:
         """Logits of the rows that are asked for, `[L, V]` in float64."""
         hashes = [0] * batch.tokens_T.shape[0]
         for layer, pools in enumerate(memory):
             if isinstance(pools, KVMemory):
-                _attend(layer, batch, pools, hashes)
+                _attend(layer, batch, pools, hashes, self.window_of(layer))
             elif isinstance(pools, StateMemory):
                 _recur(layer, batch, pools, hashes)
         rows = [_logits(hashes[row], self.vocabulary) for row in batch.logits_rows.tolist()]
@@ -70,7 +80,7 @@ def expected_tokens(
         hashes = [0] * len(tokens)
         for layer in range(model.attention_layers):
             kept = [_kept(layer, token, found) for token, found in zip(tokens, hashes, strict=True)]
-            hashes = _added(hashes, _attended(kept))
+            hashes = _added(hashes, _attended(kept, model.window_of(layer)))
         for layer in range(model.state_layers):
             state, found = 0, []
             for position, token in enumerate(tokens):
@@ -90,8 +100,11 @@ def _kept(layer: int, token: int, found: int) -> int:
     return (token * 7 + found * 3 + layer + 1) % _PRIME
 
 
-def _attended(kept: Sequence[int]) -> list[int]:
-    """A hash of each begin of a list, in which the order counts."""
+def _attended(kept: Sequence[int], window: int | None = None) -> list[int]:
+    """A hash of each begin of a list, or of its last part, in which the order counts."""
+    if window is not None:
+        parts = [kept[max(end - window, 0) : end] for end in range(1, len(kept) + 1)]
+        return [_attended(part)[-1] for part in parts]
     found, all_found = 0, []
     for number in kept:
         found = (found * 131 + number) % _PRIME
@@ -112,7 +125,9 @@ def _logits(found: int, vocabulary: int) -> list[int]:
     return [(found * (2 * token + 3) + token * 7919) % 10_007 for token in range(vocabulary)]
 
 
-def _attend(layer: int, batch: StepBatch, pools: KVMemory, hashes: list[int]) -> None:
+def _attend(
+    layer: int, batch: StepBatch, pools: KVMemory, hashes: list[int], window: int | None
+) -> None:
     flat, size = pools.keys.view(-1), pools.keys.shape[1]
     tokens = batch.tokens_T.tolist()
     new = [_kept(layer, token, found) for token, found in zip(tokens, hashes, strict=True)]
@@ -121,12 +136,15 @@ def _attend(layer: int, batch: StepBatch, pools: KVMemory, hashes: list[int]) ->
     for number, (before, blocks) in enumerate(zip(batch.context_lens, tables, strict=True)):
         start, stop = batch.cu_seqlens[number : number + 2]
         total = before + stop - start
-        places = [blocks[at // size] * size + at % size for at in range(total)]
+        seen = 0 if window is None else max(before + 1 - window, 0)
+        places = [blocks[at // size] * size + at % size for at in range(seen, total)]
+        # Block 0 belongs to no request.
+        assert min(places) >= size
         first = batch.first_blocks[number]
         if first is not None:
-            assert places == list(range(first * size, first * size + total))
+            assert places == list(range(first * size + seen, first * size + total))
         kept = flat[torch.tensor(places)].long().tolist()
-        for row, found in enumerate(_attended(kept)[before:], start=start):
+        for row, found in enumerate(_attended(kept, window)[before - seen :], start=start):
             hashes[row] = (hashes[row] + found) % _PRIME
 
 

@@ -172,6 +172,23 @@ def test_a_device_is_measured_once_for_each_number_of_threads(monkeypatch):
     assert meter.asked[3] == (2**30, torch.device("cpu"))
 
 
+def test_a_gpu_that_is_full_is_measured_with_fewer_bytes():
+    asked = []
+
+    def measure(num_bytes, device):
+        asked.append(num_bytes)
+        if num_bytes > room:
+            raise torch.OutOfMemoryError("no room")
+        return SPEED
+
+    room = 2**26
+    assert BandwidthMeter(measure).bandwidth(torch.device("cuda"), 2**30) == SPEED
+    assert asked == [2**30, 2**28, 2**26]
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        BandwidthMeter(measure).bandwidth(torch.device("cuda"), 2**30)
+
+
 class Plain(nn.Module):
     """A table of 10 rows, another one, a layer, a buffer, and a layer that may be tied."""
 

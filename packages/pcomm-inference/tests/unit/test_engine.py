@@ -21,6 +21,7 @@ MODELS = {
     "attention": ToyModel(attention_layers=2, state_layers=0),
     "recurrent": ToyModel(attention_layers=0, state_layers=2),
     "hybrid": ToyModel(),
+    "windows": ToyModel(attention_layers=2, state_layers=0, window=2),
 }
 PROMPTS = [[1], [2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5] * 13, [10, 9, 8]]
 
@@ -216,6 +217,8 @@ class NoStep:
                 *((name, 0) for name in ("num_blocks", "num_state_slots", "block_size")),
                 *(("max_requests", 0), ("max_batch_tokens", 0), ("max_model_len", 1)),
                 *(("speculative_tokens", -1), ("max_queued", True), ("vocabulary", 1.5)),
+                *(("prefix_cache", "x"), ("batch_invariant", 1), ("eos_ids", 3)),
+                *(("eos_ids", "ab"), ("eos_ids", (2, None)), ("eos_ids", (True,))),
             ]
         ),
     ],
@@ -237,6 +240,12 @@ WRONG_SPECS = [
     ([KVSpec(1, -1, FP32)], "head_dim = -1"),
     ([KVSpec(1, 2.0, FP32)], "head_dim = 2.0"),
     ([KVSpec(True, 2, FP32)], "heads = True"),
+    ([KVSpec(1, 1, FP32, value_dim=0)], "value_dim = 0"),
+    ([KVSpec(1, 1, FP32, value_dim=1.0)], "value_dim = 1.0"),
+    ([KVSpec(1, None, FP32)], "head_dim = None"),
+    ([None, KVSpec(1, 1, FP32, window=0)], "layer 1 of memory_specs: window = 0"),
+    ([KVSpec(1, 1, FP32, window=4.0)], "window = 4.0"),
+    ([KVSpec(1, 1, FP32, window=True)], "window = True"),
     ([KVSpec(1, 1, "bfloat16")], "dtype = 'bfloat16'"),
     ([KVSpec(1, 1, torch.int32)], "KVSpec.dtype = torch.int32"),
     ([KVSpec(1, 1, torch.complex64)], "KVSpec.dtype = torch.complex64"),

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from inference_support.paged_tokens import Pool, Tokens, in_chunks, random_cuts
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.assertions import assert_as_accurate, assert_close, assert_equal
 from pcomm.inference.attention import plan as planner
-from pcomm.inference.attention.paged_attention import decode_on_device, paged_attention
+from pcomm.inference.attention.paged_attention import decode_on_device
 from pcomm.inference.attention.plan import MOST_ADDED, plan_of, rounded_keys, tokens_of_a_call
 from pcomm.inference.model import KVMemory, StepBatch
 
@@ -29,104 +30,6 @@ has_bf16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
     reason="the order of sums in torch's attention is known for AVX-512 BF16 alone",
 )
-
-
-class Tokens:
-    """Queries, keys and values of one request, and how far it is."""
-
-    def __init__(
-        self,
-        length: int,
-        heads: tuple[int, int],
-        dtype: torch.dtype,
-        seed: int,
-        head_dim: int = 16,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.q, self.k, self.v = (
-            torch.randn(length, count, head_dim, generator=generator, dtype=torch.float64).to(dtype)
-            for count in (heads[0], heads[1], heads[1])
-        )
-        self.done, self.blocks = 0, list[int]()
-
-    def dense(self, dtype: torch.dtype | None = None, scale: float | None = None) -> Tensor:
-        """Torch's attention of this request alone, in `dtype`."""
-        q, k, v = (x.to(dtype).transpose(0, 1)[None] for x in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=True
-        )
-        return mixed[0].transpose(0, 1)
-
-
-class Pool:
-    """Blocks full of NaN, given out in an order of chance."""
-
-    def __init__(
-        self,
-        heads: tuple[int, int],
-        dtype: torch.dtype,
-        block_size: int,
-        num_tokens: int = 4096,
-        seed: int = 0,
-        head_dim: int = 16,
-    ) -> None:
-        count = num_tokens // block_size + 2
-        keys = torch.full((count, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
-        self.memory, self.block_size = KVMemory(keys, keys.clone()), block_size
-        self.free = list(range(1, count))
-        random.Random(seed).shuffle(self.free)
-
-    def batch(self, parts: Sequence[tuple[Tokens, int]]) -> StepBatch:
-        """The step in which each request has so many more tokens."""
-        size, slots = self.block_size, list[int]()
-        cu_seqlens = [0]
-        for tokens, new in parts:
-            while len(tokens.blocks) * size < tokens.done + new:
-                tokens.blocks.append(self.free.pop())
-            places = range(tokens.done, tokens.done + new)
-            slots += [tokens.blocks[i // size] * size + i % size for i in places]
-            cu_seqlens.append(cu_seqlens[-1] + new)
-        width = max(len(tokens.blocks) for tokens, _ in parts)
-        tables = [tokens.blocks + [0] * (width - len(tokens.blocks)) for tokens, _ in parts]
-        contexts = tuple(tokens.done for tokens, _ in parts)
-        nothing = torch.zeros(len(slots), dtype=torch.int64)
-        return StepBatch(
-            tokens_T=nothing,
-            positions_T=nothing,
-            cu_seqlens=tuple(cu_seqlens),
-            context_lens=contexts,
-            context_lens_N=torch.tensor(contexts, dtype=torch.int32),
-            block_tables_NB=torch.tensor(tables, dtype=torch.int32),
-            slot_mapping_T=torch.tensor(slots),
-            first_blocks=(None,) * len(parts),
-            state_slots_N=nothing[: len(parts)],
-            logits_rows=nothing[:0],
-        )
-
-    def step(self, parts: Sequence[tuple[Tokens, int]], scale: float | None = None) -> list[Tensor]:
-        """Rows of each request."""
-        batch = self.batch(parts)
-        q, k, v = (
-            torch.cat([getattr(one, name)[one.done : one.done + new] for one, new in parts])
-            for name in "qkv"
-        )
-        rows = paged_attention(q, k, v, self.memory, batch, scale=scale)
-        assert rows.is_contiguous()
-        for one, new in parts:
-            one.done += new
-        return list(rows.split([new for _, new in parts]))
-
-
-def in_chunks(tokens: Tokens, pool: Pool, cuts: Sequence[int]) -> Tensor:
-    return torch.cat([pool.step([(tokens, new)])[0] for new in cuts])
-
-
-def random_cuts(length: int, chance: random.Random) -> list[int]:
-    cuts = list[int]()
-    while sum(cuts) < length:
-        longest = chance.choice([1, 1, 3, 20, 200, 600])
-        cuts.append(min(length - sum(cuts), chance.randint(1, longest)))
-    return cuts
 
 
 # Each two values of heads, blocks and dtype once.
@@ -223,14 +126,6 @@ def test_neither_other_requests_nor_block_0_are_read_or_written() -> None:
     assert (keys[sound.blocks].flatten(0, 1)[40:] == 0).all()
 
 
-def on_device(pool: Pool, requests: Sequence[Tokens], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What `paged_attention` does with blocks that are not in the memory of the host."""
-    batch = pool.batch([(one, 1) for one in requests])
-    for blocks, new in ((pool.memory.keys, k), (pool.memory.values, v)):
-        blocks.view(-1, *blocks.shape[2:]).index_copy_(0, batch.slot_mapping_T, new)
-    return decode_on_device(q, pool.memory, batch, None)
-
-
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_decoding_with_tensors_of_the_device_alone(block_size: int) -> None:
     heads = HEADS["three share"]
@@ -243,8 +138,7 @@ def test_decoding_with_tensors_of_the_device_alone(block_size: int) -> None:
         pool.memory.keys[one.blocks] = blocks.index_fill(
             0, torch.arange(one.done, len(blocks)), torch.nan
         ).view(-1, *pool.memory.keys.shape[1:])
-    new = [torch.stack([getattr(one, name)[-1] for one in requests]) for name in "qkv"]
-    found = on_device(pool, requests, *new)
+    found = pool.decode_on_device(requests)
     assert found.is_contiguous()
     for one, row in zip(requests, found, strict=True):
         exact = one.dense(torch.float64)[-1]
@@ -267,7 +161,7 @@ def test_decoding_on_a_device_asks_for_no_number_of_a_tensor() -> None:
             }
         )
         memory = KVMemory(*map(mode.from_tensor, (pool.memory.keys, pool.memory.values)))
-        rows = decode_on_device(torch.empty(2, 6, 16), memory, without, None)
+        rows = decode_on_device(torch.empty(2, 6, 16), memory, without)
     assert rows.shape == (2, 6, 16)
 
 
@@ -342,32 +236,6 @@ def test_a_scale_and_blocks_of_another_dtype() -> None:
     tokens.k, tokens.v = (x.bfloat16().float() for x in (tokens.k, tokens.v))
     exact = tokens.dense(torch.float64, scale=0.5)
     assert_as_accurate(rows, tokens.dense(torch.float32, scale=0.5), exact, num_terms=8)
-
-
-def test_alibi_is_one_more_dimension_of_queries_and_keys() -> None:
-    # As the README says.
-    length, heads, width = 70, 4, 16
-    tokens = Tokens(length, (heads, heads), torch.float32, 0)
-    slopes, positions = 0.5 ** torch.arange(1.0, heads + 1), torch.arange(float(length))
-    distances = positions - positions[:, None]
-    bias = (slopes[:, None, None] * distances).masked_fill(distances > 0, -torch.inf)
-
-    def biased(dtype: torch.dtype) -> Tensor:
-        q, k, v = (x.to(dtype).transpose(0, 1)[None] for x in (tokens.q, tokens.k, tokens.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(dtype))
-        return mixed[0].transpose(0, 1)
-
-    exact, plain = biased(torch.float64), biased(torch.float32)
-    more = torch.ones(length, heads, 1)
-    tokens.q = torch.cat([tokens.q, more * slopes[:, None] * width**0.5], -1)
-    tokens.k = torch.cat([tokens.k, more * positions[:, None, None]], -1)
-    tokens.v = torch.cat([tokens.v, 0 * more], -1)
-    pool = Pool((heads, heads), torch.float32, 16, head_dim=width + 1)
-    rows = [pool.step([(tokens, new)], scale=width**-0.5)[0] for new in (60, 1, 9)]
-    found = torch.cat(rows)[..., :width]
-    # Scores are rounded at up to slope * position, at most length / 2, in two products and a sum;
-    # a softmax may double what they are off by.
-    assert_as_accurate(found, plain, exact, num_terms=3 * length)
 
 
 @pytest.mark.parametrize(

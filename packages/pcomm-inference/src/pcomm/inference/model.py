@@ -39,13 +39,23 @@ class KVSpec:
 
     Args:
         heads: Number of key and value heads that this rank holds.
-        head_dim: Width of a key, and of a value.
+        head_dim: Width of a key.
         dtype: Dtype in which they are kept.
+        value_dim: Width of a value; None for that of a key.
+        window: Most keys that a token of the layer sees, its own among them; None for all. Where
+            every layer with keys has one, the blocks that no token sees any more are given back.
     """
 
     heads: int
     head_dim: int
     dtype: torch.dtype
+    value_dim: int | None = None
+    window: int | None = None
+
+    @property
+    def width_of_values(self) -> int:
+        """Width of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,13 @@ class StepBatch:
             before this step, on the host.
         context_lens_N: int32, the same on the device.
         block_tables_NB: int32, the blocks of each request in the order of its tokens; the entries
-            behind the last one are 0. They already cover the new tokens. `[N, 0]` for a model
-            without keys and values.
-        kv_slots_T: int64, where keys and values of each new token go: the number of the block times
-            the block size, plus the offset in the block.
+            behind the last one, and of blocks that were given back, are 0. They already cover the
+            new tokens. `[N, 0]` for a model without keys and values.
+        slot_mapping_T: int64, where keys and values of each new token go: the number of the block
+            times the block size, plus the offset in the block.
         first_blocks: The first block of each request whose blocks are neighbours in ascending
             order, so that its keys and values are one slice of memory; None for one whose blocks
-            are scattered. On the host.
+            are scattered, or given back. On the host.
         state_slots_N: int64, the state slot of each request.
         logits_rows: int64 `[L]`, the tokens of the T whose logits are wanted.
         prepared: Values that the first layer of a kind computed from the fields above for those
@@ -154,15 +164,17 @@ class KVMemory:
 
     Attributes:
         keys: `[P, S, G, K]`.
-        values: `[P, S, G, K]`.
+        values: `[P, S, G, V]`, V the width of a value.
+        window: Window of the layer's `KVSpec`; keys before it may be gone.
     """
 
     keys: Tensor
     values: Tensor
+    window: int | None = field(default=None, kw_only=True)
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[P * S, G, K]`: the same memory, by the places of tokens."""
+        """The same memory by the places of tokens: keys `[P * S, G, K]`, values `[P * S, G, V]`."""
         return self.keys.flatten(0, 1), self.values.flatten(0, 1)
 
     # Called for names that do not exist alone; a type checker reports those by itself.

@@ -10,6 +10,9 @@ multiplies fewer than four rows by another routine, which takes longer than the 
 Seen with torch 2.13 on a processor with AVX-512 BF16. On one with AVX-512 alone, and with AVX2,
 single elements of long chunks differ from those of short ones. A row still does not depend on the
 rest of the batch, since requests share a call only where their numbers are equal.
+
+With a window the first key of a call is that which its first token still sees, or the begin of the
+block of that key. Parts of 512 begin there, so they differ for other chunks.
 """
 
 # Shape suffixes: N requests of one call, U units of the pool that hold their keys, L keys, M rows.
@@ -29,6 +32,7 @@ __all__ = [
     "MOST_ADDED",
     "AttentionPlan",
     "CausalMask",
+    "ChunkCall",
     "DecodeCall",
     "KVIndices",
     "PromptChunk",
@@ -49,7 +53,8 @@ class KVIndices:
         units: int, units of the pool, U for each of N requests: blocks on a CPU, single tokens
             elsewhere. Units behind the last token of a request are its first unit once more.
         num_requests: N.
-        num_keys: L, the number of keys that are read of each request.
+        num_keys: L, the number of keys that are read of each request, from the first on that any
+            of its new tokens sees.
         is_by_block: True if units are blocks.
     """
 
@@ -66,29 +71,47 @@ class DecodeCall:
     Attributes:
         rows_N: int64, their places among the tokens of the step; None if they are all of them.
         indices: Places of their keys.
-        mask_N11L: Mask of keys behind the last token; None if there are none.
+        mask_N11L: Mask of keys behind the last token, and of those before its window; None if there
+            are none.
+        lengths: Number of keys of each request, from the first one that is read to its newest.
     """
 
     rows_N: Tensor | None
     indices: KVIndices
     mask_N11L: Tensor | None
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChunkCall:
+    """A few neighbouring tokens of a chunk, served by one call of torch's attention.
+
+    Attributes:
+        start: Place of the first of them among the tokens of the step.
+        num_tokens: Number of them.
+        first_key: Place of the first key of the call among those of the chunk.
+        num_keys: Number of keys of the call.
+        first: Place of the first token's own key among those of the call.
+    """
+
+    start: int
+    num_tokens: int
+    first_key: int
+    num_keys: int
+    first: int
 
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """A request with several new tokens, served by one call for every few of them.
+    """A request with several new tokens.
 
     Attributes:
-        start: Place of the first new token among the tokens of the step.
-        num_new: Number of new tokens.
-        context: Number of tokens before them.
         indices: Places of the keys of all of them.
+        calls: The calls that serve them.
     """
 
-    start: int
-    num_new: int
-    context: int
     indices: KVIndices
+    calls: tuple[ChunkCall, ...]
 
 
 @dataclass(frozen=True)
@@ -116,13 +139,15 @@ _CALL_BYTES = 512 << 10
 _CHUNK_ROWS = 256
 
 
-def plan_of(batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> AttentionPlan:
-    """The plan for layers with such blocks and queries, kept in `batch` for the next layer."""
+def plan_of(
+    batch: StepBatch, memory: KVMemory, q_THK: Tensor, window: int | None = None
+) -> AttentionPlan:
+    """The plan for layers with such blocks, queries and window, kept in `batch` for the next."""
     keys = memory.keys
-    key = (plan_of, keys.shape[1:], keys.dtype, q_THK.shape[1:], q_THK.dtype)
+    key = (plan_of, keys.shape[1:], keys.dtype, q_THK.shape[1:], q_THK.dtype, window)
     plan: AttentionPlan | None = batch.prepared.get(key)
     if plan is None:
-        plan = batch.prepared[key] = _Planner(batch, memory, q_THK).plan()
+        plan = batch.prepared[key] = _Planner(batch, memory, q_THK, window).plan()
     return plan
 
 
@@ -132,7 +157,13 @@ def tokens_of_a_call(rows_per_token: int) -> int:
 
 
 def units_of(
-    tables_NB: Tensor, lengths_N1: Tensor, num_keys: int, block_size: int, *, is_by_block: bool
+    tables_NB: Tensor,
+    lengths_N1: Tensor,
+    num_keys: int,
+    block_size: int,
+    *,
+    is_by_block: bool,
+    firsts_N1: Tensor | None = None,
 ) -> Tensor:
     """Units `[N, U]` of the pool that hold `num_keys` keys of each request. No wait for the device.
 
@@ -143,7 +174,17 @@ def units_of(
             request stands its first once more, whose keys are its own.
         block_size: Number of tokens of a block.
         is_by_block: True for blocks, false for tokens.
+        firsts_N1: int64, place of the first key that is read of each request, the first one of a
+            unit; None for 0.
     """
+    if firsts_N1 is not None:
+        unit = block_size if is_by_block else 1
+        places_NU = firsts_N1 + torch.arange(0, num_keys, unit, device=tables_NB.device)
+        columns_NU = (places_NU // block_size).clamp_(max=tables_NB.shape[1] - 1)
+        units_NU = tables_NB.gather(1, columns_NU)
+        if not is_by_block:
+            units_NU = units_NU * block_size + places_NU % block_size
+        return torch.where(places_NU < lengths_N1, units_NU, units_NU[:, :1])
     units_NU, unit = tables_NB, block_size
     if not is_by_block:
         offsets = torch.arange(block_size, device=tables_NB.device)
@@ -156,15 +197,25 @@ def units_of(
 
 
 class _Planner:
-    def __init__(self, batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> None:
+    def __init__(
+        self, batch: StepBatch, memory: KVMemory, q_THK: Tensor, window: int | None
+    ) -> None:
+        self.window = window
         self.batch, self.like, self.block_size = batch, q_THK, memory.keys.shape[1]
-        self.token_bytes = 2 * memory.keys[0, 0].nbytes
+        self.token_bytes = memory.keys[0, 0].nbytes + memory.values[0, 0].nbytes
         self.rows_per_token = q_THK.shape[1] // memory.keys.shape[2]
         # On a GPU nothing clears the rest of a block, so blocks are not read whole.
         self.is_by_block = memory.keys.is_cpu
         self.news = [stop - start for start, stop in pairwise(batch.cu_seqlens)]
         self.totals = [c + new for c, new in zip(batch.context_lens, self.news, strict=True)]
-        self.num_keys = [rounded_keys(total) for total in self.totals]
+        self.firsts, self.lengths = [0] * len(self.totals), self.totals
+        if window is not None:
+            self.firsts = [self._first_key(context) for context in batch.context_lens]
+            self.lengths = [a - b for a, b in zip(self.totals, self.firsts, strict=True)]
+        self.calls = {i: self._calls(i) for i, new in enumerate(self.news) if new > 1}
+        self.num_keys = [rounded_keys(length) for length in self.lengths]
+        for i, calls in self.calls.items():
+            self.num_keys[i] = max(call.first_key + call.num_keys for call in calls)
         if len(self.totals) == 1 and self.is_by_block:
             self.units_NU = self._blocks_of_one()
         else:
@@ -174,26 +225,49 @@ class _Planner:
                 max(self.num_keys),
                 self.block_size,
                 is_by_block=self.is_by_block,
+                firsts_N1=self._tensor(self.firsts).unsqueeze(1) if any(self.firsts) else None,
             )
+
+    def _first_key(self, position: int) -> int:
+        """Place in its request of the first key that is read for a token and those after it."""
+        if self.window is None:
+            return 0
+        first = max(0, position + 1 - self.window)
+        return first - first % self.block_size if self.is_by_block else first
+
+    def _calls(self, i: int) -> tuple[ChunkCall, ...]:
+        """The calls for the chunk of a request."""
+        found, most, start = [], tokens_of_a_call(self.rows_per_token), self.batch.cu_seqlens[i]
+        for done in range(0, self.news[i], most):
+            num_tokens = min(most, self.news[i] - done)
+            position = self.batch.context_lens[i] + done
+            first = self._first_key(position)
+            num_keys = rounded_keys(position + num_tokens - first)
+            found.append(
+                ChunkCall(
+                    start + done, num_tokens, first - self.firsts[i], num_keys, position - first
+                )
+            )
+        return tuple(found)
 
     def _blocks_of_one(self) -> Tensor:
         """`units_of` for one request, whose length is known here: fewer small operations."""
         blocks_1B, size = self.batch.block_tables_NB, self.block_size
-        num_used, num_read = -(-self.totals[0] // size), -(-self.num_keys[0] // size)
-        used_1U = blocks_1B[:, :num_used]
+        first = self.firsts[0] // size
+        num_used, num_read = -(-self.lengths[0] // size), -(-self.num_keys[0] // size)
+        used_1U = blocks_1B[:, first : first + num_used]
         if num_used == num_read:
             return used_1U
-        return torch.cat([used_1U, blocks_1B[:, :1].expand(1, num_read - num_used)], 1)
+        return torch.cat([used_1U, used_1U[:, :1].expand(1, num_read - num_used)], 1)
 
     def plan(self) -> AttentionPlan:
-        chunked = [i for i, new in enumerate(self.news) if new > 1]
         ones = [i for i, new in enumerate(self.news) if new == 1]
-        masks = TailMasks([self.totals[i] for i in ones], like=self.like)
+        masks = TailMasks([self.lengths[i] for i in ones], self.window, like=self.like)
         return AttentionPlan(
             self._partial_blocks() if self.is_by_block else None,
             tuple(self._decode_call(group, masks) for group in self._groups(ones)),
-            tuple(map(self._chunk, chunked)),
-            self._causal_mask(chunked) if chunked else None,
+            tuple(PromptChunk(self._indices([i]), self.calls[i]) for i in self.calls),
+            self._causal_mask() if self.calls else None,
         )
 
     def _partial_blocks(self) -> Tensor | None:
@@ -223,17 +297,9 @@ class _Planner:
         rows = None
         if len(members) < len(self.news):
             rows = self._tensor([self.batch.cu_seqlens[i] for i in members])
-        return DecodeCall(
-            rows,
-            self._indices(members),
-            masks.of_call([self.totals[i] for i in members], self.num_keys[members[0]]),
-        )
-
-    def _chunk(self, i: int) -> PromptChunk:
-        batch = self.batch
-        return PromptChunk(
-            batch.cu_seqlens[i], self.news[i], batch.context_lens[i], self._indices([i])
-        )
+        lengths = tuple(self.lengths[i] for i in members)
+        mask = masks.of_call(lengths, self.num_keys[members[0]])
+        return DecodeCall(rows, self._indices(members), mask, lengths)
 
     def _indices(self, members: Sequence[int]) -> KVIndices:
         num_keys = self.num_keys[members[0]]
@@ -244,40 +310,44 @@ class _Planner:
             units = self.units_NU[self._tensor(members), :num_units].flatten()
         return KVIndices(units, len(members), num_keys, self.is_by_block)
 
-    def _causal_mask(self, chunked: Sequence[int]) -> CausalMask:
-        most = tokens_of_a_call(self.rows_per_token)
-        num_rows = min(most, max(self.news[i] for i in chunked)) * self.rows_per_token
+    def _causal_mask(self) -> CausalMask:
+        every = [call for calls in self.calls.values() for call in calls]
+        num_rows = max(call.num_tokens for call in every) * self.rows_per_token
         # Rows that are added to a call have a place in the mask, too, even if the chunk is short.
         num_rows += rounded_rows(1, self.like.dtype)
         num_tokens = -(-num_rows // self.rows_per_token)
-        firsts = [self.batch.context_lens[i] + (self.news[i] - 1) // most * most for i in chunked]
-        return CausalMask(num_tokens, self.rows_per_token, max(firsts), like=self.like)
+        last_first = max(call.first for call in every)
+        return CausalMask(num_tokens, self.rows_per_token, last_first, self.window, like=self.like)
 
     def _tensor(self, values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
         return torch.tensor(values, device=self.like.device)
 
 
 class TailMasks:
-    """Masks of requests whose keys end before those that are read, as parts of one tensor.
+    """Masks of the keys behind and before those that a token sees, as parts of one tensor.
 
     Args:
-        lengths: Number of keys of each request.
+        lengths: Number of keys of each request, from the first one that is read to its newest.
+        window: Number of keys that a token sees; None for all.
         like: Tensor whose dtype and device the masks get.
     """
 
-    def __init__(self, lengths: Sequence[int], *, like: Tensor) -> None:
-        self.longest = max(lengths, default=0)
+    def __init__(self, lengths: Sequence[int], window: int | None, *, like: Tensor) -> None:
+        self.longest, self.window = max(lengths, default=0), window
         self.mask = like.new_zeros(self.longest + MOST_ADDED)
         self.mask[self.longest :] = -torch.inf
+        if window is not None:
+            self.mask[: max(0, self.longest - window)] = -torch.inf
 
     def of_call(self, lengths: Sequence[int], num_keys: int) -> Tensor | None:
-        """`[N, 1, 1, L]`; None if every request has L keys.
+        """`[N, 1, 1, L]`; None if every request sees L keys.
 
         Args:
             lengths: Number of keys of each request of the call.
             num_keys: L.
         """
-        if all(length == num_keys for length in lengths):
+        is_in_window = self.window is None or num_keys <= self.window
+        if is_in_window and all(length == num_keys for length in lengths):
             return None
         starts = [self.longest - length for length in lengths]
         rows = [self.mask[start : start + num_keys] for start in starts]
@@ -292,24 +362,34 @@ class CausalMask:
     Args:
         num_tokens: Most tokens that a call has.
         rows_per_token: Number of rows that belong to one token, one after the other.
-        last_first: Largest position that the first token of a call has in its request.
+        last_first: Largest place that the first token of a call has among the keys of its call.
+        window: Number of keys that a token sees; None for all.
         like: Tensor whose dtype and device the mask gets.
     """
 
     def __init__(
-        self, num_tokens: int, rows_per_token: int, last_first: int, *, like: Tensor
+        self,
+        num_tokens: int,
+        rows_per_token: int,
+        last_first: int,
+        window: int | None,
+        *,
+        like: Tensor,
     ) -> None:
         self.last_first = last_first
         # Row i begins with `last_first + i + 1` zeros.
         mask = like.new_zeros(num_tokens, last_first + num_tokens + MOST_ADDED)
-        is_behind = torch.ones_like(mask, dtype=torch.bool).triu_(last_first + 1)
-        self.mask = mask.masked_fill_(is_behind, -torch.inf).repeat_interleave(rows_per_token, 0)
+        every = torch.ones_like(mask, dtype=torch.bool)
+        is_unseen = every.triu(last_first + 1)
+        if window is not None:
+            is_unseen |= every.tril(last_first - window)
+        self.mask = mask.masked_fill_(is_unseen, -torch.inf).repeat_interleave(rows_per_token, 0)
 
     def of_call(self, first: int, num_rows: int, num_keys: int) -> Tensor:
-        """`[M, L]`, a view: the token at position `first + i` sees the keys up to its own.
+        """`[M, L]`, a view: the token at place `first + i` sees its window up to its own key.
 
         Args:
-            first: Position of the first token of the call in its request.
+            first: Place of the first token among the keys of the call.
             num_rows: M.
             num_keys: L.
         """

@@ -11,7 +11,7 @@ from pcomm.inference.engine.pools import BlockManager, BlockTables, Pools, State
 from pcomm.inference.engine.prefix_cache import PrefixCache, PrefixHit, extend_hashes
 from pcomm.inference.engine.request import NEVER, RequestState
 from pcomm.inference.engine.stats import PoolUse
-from pcomm.inference.model import LayerSpec
+from pcomm.inference.model import KVSpec, LayerSpec
 
 __all__ = ["SNAPSHOT_INTERVAL", "STATE_CHUNK", "Allocator"]
 
@@ -51,6 +51,10 @@ class Allocator:
         self, specs: Sequence[LayerSpec], settings: EngineSettings, device: torch.device
     ) -> None:
         size = self._block_size = settings.block_size
+        self._most_new = settings.max_batch_tokens
+        windows = [spec.window for spec in specs if isinstance(spec, KVSpec)]
+        # Of tokens that no layer sees; None if a layer sees all.
+        self._window = max([window or NEVER for window in windows], default=NEVER)
         self.pools = Pools(specs, settings, device)
         has_blocks, has_states = self.pools.has_blocks, self.pools.has_states
         # The last token of a request is never computed.
@@ -60,7 +64,7 @@ class Allocator:
         self.blocks = BlockManager(settings.num_blocks if has_blocks else 0)
         self.slots = StateSlots(settings.num_state_slots if has_states else 0)
         self._cache: PrefixCache | None = None
-        if settings.prefix_cache and (has_blocks or has_states):
+        if settings.prefix_cache and not settings.batch_invariant and (has_blocks or has_states):
             self._cache = PrefixCache(
                 self.blocks,
                 self.slots,
@@ -80,6 +84,21 @@ class Allocator:
         """Number of blocks that hold the keys and values of `num_tokens` tokens."""
         return -(-num_tokens // self._block_size) if self.pools.has_blocks else 0
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Number of blocks that a request of `num_tokens` tokens holds at once, at most.
+
+        Where every layer has a window these are the blocks of a window and of a chunk behind it.
+        """
+        held = min(num_tokens, self._window - 1 + self._most_new)
+        # So many neighbouring tokens may begin and end within a block.
+        begun = (held + self._block_size - 2) // self._block_size + 1
+        return min(self.blocks_for(num_tokens), begun)
+
+    def wanted_tokens(self, live: RequestState) -> int:
+        """Number of tokens that a request needs blocks for in the next step: with windows few."""
+        known = len(live.tokens)
+        return known if self._window == NEVER else min(known, live.num_computed + self._most_new)
+
     def is_in_flight(self, live: RequestState) -> bool:
         """Whether a running request computes most of the tokens of one that waits.
 
@@ -95,6 +114,8 @@ class Allocator:
     def admit(self, live: RequestState, *, headroom: int) -> bool:
         """Give a request that begins all blocks of its tokens, its state and a table row.
 
+        Where every layer has a window it gets those of its first chunk, and of the window before.
+
         Args:
             live: Request that holds nothing.
             headroom: Number of blocks that have to remain for others.
@@ -106,26 +127,32 @@ class Allocator:
         if hit.snapshot and not self._free_slot(keep=hit.snapshot):
             # The snapshot is in the only slot that there is; without it the request can begin.
             hit = PrefixHit(num_known=hit.num_known)
-        for block in hit.blocks:
+        unseen = self._num_unseen(hit.num_tokens)
+        held = [0] * min(unseen, len(hit.blocks)) + list(hit.blocks[unseen:])
+        for block in filter(None, held):
             self.blocks.retain(block)
-        missing = self.blocks_for(len(live.tokens)) - len(hit.blocks)
+        live.num_computed = hit.num_tokens
+        missing = self.blocks_for(self.wanted_tokens(live)) - len(held)
         has_room = not missing or self._has_blocks(missing + headroom)
         if not has_room or not self._begin_state(live, hit):
-            self._release_blocks(list(hit.blocks))
+            self._release_blocks(held)
+            live.num_computed = 0
             return False
         if self._cache is not None and hit.num_tokens:
             self._cache.note_use(live.block_hashes[hit.num_tokens // self._block_size - 1])
         live.table_row = self.tables.take_row()
-        live.num_computed = hit.num_tokens
         if live.cached_tokens is None:
             live.cached_tokens = hit.num_tokens
             self.num_looked_up += live.num_prompt
             self.num_hit += hit.num_tokens
         live.capacity = 0 if self.pools.has_blocks else NEVER
-        self._append(live, list(hit.blocks))
+        self._append(live, held)
+        if unseen:
+            live.num_given_back, live.first_block = held.count(0), None
         if missing:
             self._make_free(missing)
-            live.reservation = self._reserve(self.blocks_for(live.limit - 1) - len(hit.blocks))
+            more = self.most_blocks(live.limit - 1) - len(hit.blocks) + live.num_given_back
+            live.reservation = self._reserve(max(more, missing))
             self._allocate(live, missing)
         self._plan_snapshots(live, hit)
         self._note_in_flight(live)
@@ -154,13 +181,23 @@ class Allocator:
         live.blocks.clear()
         live.reservation = (0, 0)
         live.capacity = live.table_row = live.state_slot = live.num_computed = 0
+        live.num_given_back = 0
         live.first_block = None
 
     def cache_blocks(self, live: RequestState) -> None:
-        """Offer what a step has computed to the prefix cache, after the step has returned."""
-        cache, computed = self._cache, live.num_computed
-        if cache is None or computed < live.cache_at:
+        """Offer what a step has computed to the prefix cache, after the step has returned.
+
+        Blocks before every window are given back then; the cache may keep them.
+        """
+        if live.num_computed < live.cache_at:
             return
+        if self._cache is not None:
+            self._offer(live, self._cache)
+        self._give_back(live)
+        self._set_cache_at(live)
+
+    def _offer(self, live: RequestState, cache: PrefixCache) -> None:
+        computed = live.num_computed
         full = computed // self._block_size
         if computed >= live.in_flight_until:
             self._end_in_flight(live)
@@ -180,7 +217,20 @@ class Allocator:
             if not live.snapshot_at:
                 interval = self._snapshot_interval
                 live.snapshot_at.append((computed // interval + 1) * interval)
-        self._set_cache_at(live)
+
+    def _num_unseen(self, num_computed: int) -> int:
+        """Number of blocks that no token sees which is computed behind so many."""
+        return max(0, num_computed + 1 - self._window) // self._block_size
+
+    def _give_back(self, live: RequestState) -> None:
+        first, stop = live.num_given_back, self._num_unseen(live.num_computed)
+        if stop <= first:
+            return
+        self._release_blocks(live.blocks[first:stop])
+        zeros = [0] * (stop - first)
+        live.blocks[first:stop] = zeros
+        self.tables.write(live.table_row, first, zeros)
+        live.num_given_back, live.first_block = stop, None
 
     def withdraw(self, live: RequestState) -> None:
         """Take out of the prefix cache what a request has begun from or offered alone.
@@ -279,6 +329,9 @@ class Allocator:
         live.cache_at = live.snapshot_at[0] if live.snapshot_at else NEVER
         if self._cache is not None and self.pools.has_blocks and not live.is_orphan:
             live.cache_at = min(live.cache_at, (live.num_published + 1) * self._block_size)
+        if self._window < NEVER:
+            unseen_at = (live.num_given_back + 1) * self._block_size + self._window - 1
+            live.cache_at = min(live.cache_at, unseen_at)
 
     def _cache_state(self, live: RequestState, cache: PrefixCache, count: int) -> None:
         """Copy the state behind the first `count` blocks for the cache, if there is a slot."""
@@ -328,7 +381,7 @@ class Allocator:
     def _release_blocks(self, blocks: list[int]) -> None:
         # From the end, so that the first blocks of a prompt are given up last.
         for block in reversed(blocks):
-            if self.blocks.release(block) and self._cache is not None:
+            if block and self.blocks.release(block) and self._cache is not None:
                 self._cache.note_idle(block)
 
     def uses(self) -> tuple[PoolUse, PoolUse]:

@@ -10,7 +10,7 @@ from pcomm.core import Group
 from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.core.process.signals import Deferral, deferred_interrupt
 from pcomm.inference.engine.allocator import Allocator
-from pcomm.inference.engine.limits import EngineSettings, check_model, check_request
+from pcomm.inference.engine.limits import EngineSettings, check_eos_ids, check_model, check_request
 from pcomm.inference.engine.request import (
     Request,
     RequestOutput,
@@ -67,9 +67,10 @@ class Engine:
             chosen; None if it met none. Its requests are computed again, or have ended with it.
 
     Raises:
-        ConfigError: A number is too small, the model has no `memory_specs()` or no `step()`, or it
-            declares memory that cannot be allocated. With `batch_invariant`, there are drafts, too
-            few tokens in a step, or a linear layer that is not packed for it.
+        ConfigError: A number is too small, a value has another type, the model has no
+            `memory_specs()` or no `step()`, or it declares memory that cannot be allocated. With
+            `batch_invariant`, there are drafts, too few tokens in a step, or a linear layer that is
+            not packed for it.
     """
 
     def __init__(
@@ -105,13 +106,13 @@ class Engine:
             max_requests=max_requests,
             max_queued=max_queued,
             speculative_tokens=speculative_tokens,
-            prefix_cache=prefix_cache and not batch_invariant,
+            prefix_cache=prefix_cache,
             batch_invariant=batch_invariant,
         )
         settings.check(specs)
         if batch_invariant:
             check_batch_invariant(model)
-        self._eos_ids = tuple(eos_ids) + tuple(tokenizer.eos_ids if tokenizer else ())
+        self._eos_ids = check_eos_ids(eos_ids) + tuple(tokenizer.eos_ids if tokenizer else ())
         self._tokenizer = tokenizer
         self._allocator = Allocator(specs, settings, device)
         self._queue = RequestQueue(max_queued)
@@ -237,7 +238,7 @@ class Engine:
             self._changing = ""
             raise
         self._times.lap("sample")
-        counts = None if self._roofline is None else plan.decode_counts()
+        counts = None if self._roofline is None else plan.decode_counts(self._roofline.windows)
         outputs = self._outputs.advance(plan, sampled)
         self._times.lap("outputs")
         if self._roofline is not None and counts is not None:
@@ -327,14 +328,16 @@ class Engine:
 
     def _check_blocks(self, request: Request) -> None:
         limit = min(len(request.prompt) + request.params.max_tokens, self._settings.max_model_len)
-        needed, most = self._allocator.blocks_for(limit - 1), self._allocator.blocks.size
+        needed, most = self._allocator.most_blocks(limit - 1), self._allocator.blocks.size
         if needed <= most:
             return
         raise ConfigError(
             f"Engine.add: request {request.request_id!r}",
             found=f"up to {limit} tokens need {needed} KV blocks, and num_blocks is {most}",
-            why="Keys and values of a request are in memory together, so it can never finish.",
-            fix="Shorten the prompt, ask for fewer max_tokens, or raise num_blocks.",
+            why="Keys and values of a request are in memory together, or where every layer has a "
+            "window those of that and of one step, so it can never finish.",
+            fix="Shorten the prompt, ask for fewer max_tokens, or raise num_blocks. With windows a "
+            "smaller max_batch_tokens needs fewer.",
         )
 
     def _check_open(self, method: str) -> None:

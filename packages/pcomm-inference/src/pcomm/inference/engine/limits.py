@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from pcomm.inference.engine.request import Request
 from pcomm.inference.model import KVSpec, LayerSpec, StateSpec
 from pcomm.inference.sampling.params import check_token_ids
 
-__all__ = ["INVARIANT_CHUNK", "EngineSettings", "check_model", "check_request"]
+__all__ = ["INVARIANT_CHUNK", "EngineSettings", "check_eos_ids", "check_model", "check_request"]
 
 INVARIANT_CHUNK = 256
 """Tokens by which a prompt is computed where no other request may move the end of a chunk."""
@@ -55,6 +55,14 @@ class EngineSettings:
                     found=f"{value!r}",
                     why=f"{name} is an integer of at least {least[name]}, or nothing could run.",
                     fix=f"Give {name} as such a number.",
+                )
+        for name in _SWITCHES:
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(
+                    f"Engine: {name}",
+                    found=f"{value!r}",
+                    why=f"{name} is on or off.",
+                    fix="Give True or False.",
                 )
         if self.batch_invariant:
             self._check_batch_invariant()
@@ -108,6 +116,30 @@ def check_model(model: object) -> None:
     )
 
 
+def check_eos_ids(eos_ids: object) -> tuple[int, ...]:
+    """The ids as a tuple. Local.
+
+    Args:
+        eos_ids: Token ids that an engine was made with.
+
+    Raises:
+        ConfigError: They are no sequence of ints.
+    """
+    found = f"{eos_ids!r}"
+    if isinstance(eos_ids, Iterable):
+        ids = tuple(eos_ids)
+        wrong = [token for token in ids if not _is_int(token)]
+        if not wrong:
+            return ids
+        found = f"{wrong[0]!r} of type {type(wrong[0]).__name__} in it"
+    raise ConfigError(
+        "Engine: eos_ids",
+        found=found,
+        why="A model may end a text by several tokens, so their ids come as a sequence of ints.",
+        fix="Give a tuple, (2,) for one id.",
+    )
+
+
 def _check_memory_specs(specs: object) -> None:
     """Refuse what no pool can be allocated from; the message names the layer."""
     if not isinstance(specs, Sequence) or isinstance(specs, str | bytes):
@@ -141,14 +173,20 @@ _Problem = tuple[str, str, str]
 
 
 def _problem_of_kv(spec: KVSpec) -> _Problem | None:
-    for name in ("heads", "head_dim"):
+    for name in ("heads", "head_dim", "value_dim"):
         size = getattr(spec, name)
-        if not _is_int(size, 1):
+        if not _is_int(size, 1) and not (name == "value_dim" and size is None):
             return (
                 f"{name} = {size!r} in its KVSpec",
                 "The pool of keys and values has a dimension of that size.",
                 f"Give {name} as an integer of at least 1, or None for a layer that keeps nothing.",
             )
+    if spec.window is not None and not _is_int(spec.window, 1):
+        return (
+            f"window = {spec.window!r} in its KVSpec",
+            "A window is a number of keys, and a token sees its own.",
+            "Give window as an integer of at least 1, or None for a layer that sees all tokens.",
+        )
     if not isinstance(spec.dtype, torch.dtype):
         return _no_dtype("KVSpec.dtype", spec.dtype)
     if not spec.dtype.is_floating_point:

@@ -41,10 +41,12 @@ class Pools:
             memory: LayerMemory | None = None
             if isinstance(spec, KVSpec):
                 places = settings.num_blocks + 1, settings.block_size
-                paged = *places, spec.heads, spec.head_dim
                 # Zeros: attention may multiply what lies behind the last token by 0.
-                keys, values = (torch.zeros(paged, dtype=spec.dtype, device=device) for _ in "kv")
-                memory = KVMemory(keys, values)
+                keys, values = (
+                    torch.zeros((*places, spec.heads, width), dtype=spec.dtype, device=device)
+                    for width in (spec.head_dim, spec.width_of_values)
+                )
+                memory = KVMemory(keys, values, window=spec.window)
             elif isinstance(spec, StateSpec):
                 memory = StateMemory({})
                 for name, shape in spec.shapes.items():

@@ -110,14 +110,16 @@ class RequestState:
         is_plain: True for one that gets tokens alone: no text, grammar or log-probabilities.
         text: Text of the tokens; None without a tokenizer.
         num_computed: Number of tokens whose keys, values and states are in memory.
-        blocks: KV blocks in the order of the tokens.
+        blocks: KV blocks in the order of the tokens; 0 for one that was given back.
+        num_given_back: Number of `blocks` that were given back, the first ones.
         capacity: Number of tokens that `blocks` have room for.
-        first_block: First of `blocks` while they are neighbours in ascending order; None otherwise.
+        first_block: First of `blocks` while they are neighbours in ascending order, and none was
+            given back; None otherwise.
         reservation: First and end of the blocks that are kept free for it where that is possible.
         table_row: Row of the block tables; 0 while it has none.
         state_slot: State slot; 0 while it has none.
         cache_at: Number of computed tokens from which on the allocator has something to offer to
-            the prefix cache.
+            the prefix cache, or a block to take back.
         in_flight_prefix: Hashes that stand for what it computes of its prompt, until that is done.
         in_flight_until: Number of computed tokens from which on it is done.
         block_hashes: Chained hashes of its full blocks, as far as they were needed.
@@ -154,6 +156,7 @@ class RequestState:
     text: TextStream | None = field(init=False, default=None)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    num_given_back: int = 0
     capacity: int = 0
     first_block: int | None = None
     reservation: tuple[int, int] = (0, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pcomm.inference.engine.allocator import Allocator
@@ -79,21 +79,25 @@ class StepPlan:
         """T."""
         return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
 
-    def decode_counts(self) -> DecodeCounts | None:
+    def decode_counts(self, windows: Sequence[int] = ()) -> DecodeCounts | None:
         """What a step of decoding computes; None if a prompt, or text a second time, is in it.
 
         A request decodes if it computes its last token, and drafts behind that. Tokens of prompts
         share the weights with many others, so arithmetic is their limit and not the memory.
+
+        Args:
+            windows: Windows of the model's layers.
         """
-        kept = sum([live.num_computed for live in self.decodes])
+        kept = [live.num_computed for live in self.decodes]
         num_requests = num_tokens = len(self.decodes)
         for chunk in self.chunks:
             if chunk.stop - chunk.start != 1 or not chunk.is_sampled:
                 return None
             num_requests += 1
             num_tokens += chunk.num_tokens
-            kept += chunk.start
-        return DecodeCounts(num_requests, num_tokens, kept)
+            kept.append(chunk.start)
+        seen = tuple([sum([min(one, window - 1) for one in kept]) for window in windows])
+        return DecodeCounts(num_requests, num_tokens, sum(kept), seen)
 
 
 class Scheduler:
@@ -136,7 +140,7 @@ class Scheduler:
         while position < len(running):
             live = running[position]
             known = len(live.tokens)
-            if known > live.capacity and not self._make_room(live, known):
+            if known > live.capacity and not self._make_room(live):
                 break
             if known - live.num_computed == 1:
                 decodes.append(live)
@@ -156,7 +160,12 @@ class Scheduler:
     def schedule_alone(self, live: RequestState) -> StepPlan:
         """The next tokens of one request; none if it waits and others leave it no memory."""
         plan = StepPlan()
-        if not live.table_row and not self._begin(live, headroom=0):
+        allocator = self._allocator
+        if live.table_row:
+            has_room = allocator.extend(live, allocator.wanted_tokens(live))
+        else:
+            has_room = self._begin(live, headroom=0)
+        if not has_room:
             return plan
         self._add_chunk(plan, live, self._max_batch_tokens)
         return plan
@@ -175,8 +184,9 @@ class Scheduler:
             self._queue.remove(live)
         self._allocator.release(live)
 
-    def _make_room(self, live: RequestState, num_tokens: int) -> bool:
+    def _make_room(self, live: RequestState) -> bool:
         """Extend a request, preempting those that came last; False if that was itself."""
+        num_tokens = self._allocator.wanted_tokens(live)
         while not self._allocator.extend(live, num_tokens):
             last = self.running[-1]
             self.preempt(last)

@@ -82,7 +82,8 @@ class EngineStats:
 
     Attributes:
         running: Number of requests that have memory.
-        kept_tokens: Number of their tokens whose keys, values and states are in memory.
+        kept_tokens: Number of their tokens whose keys, values and states were computed; with
+            windows, blocks of the first ones may have been given back.
         waiting: Number of requests in the queue.
         blocks: KV blocks.
         state_slots: State slots.

@@ -126,17 +126,31 @@ class BandwidthMeter:
         """The bandwidth of a device; the first call measures it, in about a second on a CPU. Local.
 
         As many bytes are moved as a step has to, so that a cache which would not hold those holds
-        none of these; at most 1 GiB. They are free again after the call.
+        none of these; at most 1 GiB, and fewer where a GPU has not as many left. They are free
+        again after the call.
 
         Args:
             device: Device whose memory is measured.
             num_bytes: Bytes of the weights of the model, `StepWeights.largest`.
+
+        Raises:
+            torch.OutOfMemoryError: A GPU has not even 64 KiB left.
         """
         if (found := self.known(device)) is None:
             least = _LEAST_BYTES_CUDA if device.type == "cuda" else _LEAST_BYTES
-            found = self._measure(min(max(num_bytes, least), _MOST_BYTES), device)
+            found = self._fitting(min(max(num_bytes, least), _MOST_BYTES), device)
             self._known[device, torch.get_num_threads()] = found
         return found
+
+    def _fitting(self, num_bytes: int, device: torch.device) -> MemoryBandwidth:
+        """With fewer bytes where weights and other programs have left too little of a GPU."""
+        while True:
+            try:
+                return self._measure(num_bytes, device)
+            except torch.OutOfMemoryError:
+                if num_bytes <= _LEAST_BYTES:
+                    raise
+                num_bytes = max(num_bytes // 4, _LEAST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -201,12 +215,14 @@ class DecodeCounts(NamedTuple):
     Attributes:
         num_requests: Number of requests.
         num_tokens: Number of tokens that are computed, drafts included; each has logits.
-        kept_tokens: Number of tokens of all requests that were in memory before the step.
+        kept_tokens: Number of tokens of all requests that were computed before the step.
+        kept_in_windows: The same for each window that layers have: of these within it.
     """
 
     num_requests: int
     num_tokens: int
     kept_tokens: int
+    kept_in_windows: tuple[int, ...] = ()
 
 
 class DecodeRoofline:
@@ -218,6 +234,9 @@ class DecodeRoofline:
         device: Device of the model.
         meter: Has measured the memory of the device, or will have before `stats`.
         kept: Number of steps that are kept.
+
+    Attributes:
+        windows: Windows that layers of the model have.
     """
 
     def __init__(
@@ -234,6 +253,7 @@ class DecodeRoofline:
         self._num_steps = self._all_ns = 0
         self._last: deque[tuple[DecodeCounts, int]] = deque(maxlen=kept)
         self._known: tuple[StepWeights, KeptBytes] | None = None
+        self.windows = tuple(KeptBytes.of(model.memory_specs()).per_token_in)
 
     def note(self, counts: DecodeCounts, step_ns: int) -> None:
         """Count a step that has succeeded, and took so many nanoseconds."""
@@ -256,6 +276,7 @@ class DecodeRoofline:
                 weights=weights.most_read(counts.num_tokens),
                 num_requests=counts.num_requests,
                 kept_tokens=counts.kept_tokens,
+                kept_in_windows=counts.kept_in_windows,
                 new_tokens=counts.num_tokens,
                 num_logits=counts.num_tokens * self._vocabulary,
                 logits_dtype=logits_dtype,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -51,22 +51,29 @@ class KeptBytes:
     Attributes:
         per_token: Bytes of the keys and values of one token.
         per_request: Bytes of the states of one request.
+        per_token_in: Those of `per_token` that belong to layers with a window, by the window.
     """
 
     per_token: int
     per_request: int
+    per_token_in: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec]) -> KeptBytes:
         """Of all layers of `Model.memory_specs` together."""
         per_token = per_request = 0
+        per_token_in: dict[int, int] = {}
         for spec in specs:
             if isinstance(spec, KVSpec):
-                per_token += 2 * spec.heads * spec.head_dim * spec.dtype.itemsize
+                widths = spec.head_dim + spec.width_of_values
+                size = spec.heads * widths * spec.dtype.itemsize
+                per_token += size
+                if spec.window is not None:
+                    per_token_in[spec.window] = per_token_in.get(spec.window, 0) + size
             elif isinstance(spec, StateSpec):
                 for name, shape in spec.shapes.items():
                     per_request += torch.Size(shape).numel() * spec.dtypes[name].itemsize
-        return cls(per_token, per_request)
+        return cls(per_token, per_request, per_token_in)
 
 
 def step_bytes(
@@ -78,6 +85,7 @@ def step_bytes(
     new_tokens: int,
     num_logits: int,
     logits_dtype: torch.dtype,
+    kept_in_windows: Sequence[int] = (),
 ) -> StepBytes:
     """The least that a step moves; activations stay in caches and are not counted.
 
@@ -90,10 +98,15 @@ def step_bytes(
         new_tokens: Number of tokens of all of them in the step.
         num_logits: Number of logits that are written: rows times vocabulary.
         logits_dtype: Dtype of the logits.
+        kept_in_windows: `kept_tokens` within each window of `kept.per_token_in`.
     """
+    in_windows = kept.per_token_in.values()
+    keys_values = kept_tokens * (kept.per_token - sum(in_windows)) + new_tokens * kept.per_token
+    for size, seen in zip(in_windows, kept_in_windows, strict=True):
+        keys_values += size * seen
     return StepBytes(
         weights=weights,
-        keys_values=(kept_tokens + new_tokens) * kept.per_token,
+        keys_values=keys_values,
         states=2 * num_requests * kept.per_request,
         logits=num_logits * logits_dtype.itemsize,
     )
