@@ -1,4 +1,4 @@
-"""Every architecture of transformers as a model of some thousand parameters, for tests of sockets."""
+"""Every architecture of transformers as a model of some thousand parameters, for tests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ os.environ.setdefault("USE_HUB_KERNELS", "0")
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 WIDTH, HEADS, HEAD_DIM, VOCABULARY, LONGEST = 32, 4, 8, 128, 256
 SIZES: dict[str, Any] = {
@@ -283,6 +281,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 4,
         "mamba_headdim": 16,
         "attention_head_dim": 16,
+        "attention_hidden_size": 64,
         "mamba_expand": 2,
         "num_mem_blocks": 1,
         "hybrid_layer_ids": [1, 3],
@@ -299,7 +298,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def layers_shown(config: PreTrainedConfig) -> dict[str, Any]:
-    """A layer of each kind that the whole model has: its lists with an entry for each layer, cut."""
+    """A layer of each kind that the whole model has: its lists with entries for layers, cut."""
     whole = config.to_dict()
     for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):
         count = getattr(config, name, None)
@@ -310,7 +309,7 @@ def layers_shown(config: PreTrainedConfig) -> dict[str, Any]:
     lists = {k: v for k, v in whole.items() if isinstance(v, list) and len(v) == count}
     if not lists:
         return {}
-    kinds = list(zip(*[[str(x) for x in v] for v in lists.values()]))
+    kinds = list(zip(*[[str(x) for x in v] for v in lists.values()], strict=True))
     shown = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
     if len(shown) < 2:
         shown = [shown[0], shown[0] + 1 if count > 1 else 0]
@@ -325,10 +324,8 @@ def tiny_config(
         whole = cls()
     except Exception:
         whole = None
-    if whole is None:
-        names = set(SIZES)
-    else:
-        names = {*whole.to_dict(), *getattr(cls, "attribute_map", {})}
+    known = SIZES if whole is None else whole.to_dict()
+    names = {*known, *getattr(cls, "attribute_map", {})}
     chosen: dict[str, Any] = {}
     mapped = getattr(cls, "attribute_map", {})
     for name, value in SIZES.items():
@@ -366,5 +363,4 @@ def tiny_model(
     cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0
 ) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = cls(config).eval()
-    return model
+    return cls(config).eval()

@@ -16,6 +16,8 @@ def test_the_program_of_the_readme_runs_from_the_wheel(tmp_path):
         pytest.skip("installed in editable form: the test of code blocks runs the README itself")
     blocks = re.findall(r"^```python\n(.*?)^```", found.metadata.get_payload(), re.M | re.S)
     assert any("Engine(" in block for block in blocks)
-    command = [sys.executable, "-W", "error", "-c", "\n".join(blocks)]
+    # What needs more than these packages is run by the test of code blocks.
+    alone = [block for block in blocks if "from transformers" not in block]
+    command = [sys.executable, "-W", "error", "-c", "\n".join(alone)]
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr

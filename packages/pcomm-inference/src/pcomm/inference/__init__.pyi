@@ -13,5 +13,6 @@ from pcomm.inference.model import StepBatch as StepBatch
 from pcomm.inference.sampling.params import SamplingParams as SamplingParams
 from pcomm.inference.text import TextStream as TextStream
 from pcomm.inference.text import Tokenizer as Tokenizer
+from pcomm.inference.transformers.adapter import TransformersModel as TransformersModel
 
 __version__: str

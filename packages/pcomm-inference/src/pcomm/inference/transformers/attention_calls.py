@@ -22,78 +22,66 @@ from pcomm.inference.model import KVMemory, KVSpec, LayerMemory, StepBatch
 
 __all__ = ["AttentionCalls"]
 
-# What layers hand to their attention for other implementations; it has no effect on a batch without
-# padding, whose positions are given.
+# What `paged_attention` takes into account, and what layers hand to other implementations that has
+# no effect on tokens without padding whose positions are given.
+_SERVED = frozenset({"scaling", "softcap", "s_aux", "sliding_window"})
 _WITHOUT_EFFECT = frozenset(
-    [
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "output_router_logits",
-        "past_key_values",
-        "token_type_ids",
-        "logits_to_keep",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "num_items_in_batch",
-        "layer_idx",
-        "dropout",
-        "is_causal",
-        "scaling",
-        "softcap",
-        "s_aux",
-        "sliding_window",
-        "deterministic",
-        "layer_head_mask",
-        "head_mask",
-        "cache",
-    ]
+    (
+        *("position_ids", "cache_position", "token_type_ids", "layer_idx"),
+        *("use_cache", "past_key_values", "logits_to_keep", "num_items_in_batch", "return_dict"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        *("dropout", "is_causal", "deterministic"),
+    )
 )
 
 
 @dataclass(frozen=True)
 class _Mask:
-    """What one mask of a forward pass shows a token: a window, or all before it."""
+    """A mask that a model has made in the run in which calls are found.
+
+    Attributes:
+        tensor: What the model got for it, which is known again where a layer hands it over.
+        sees: Which key a query sees, by their places; None for all before it within the size.
+        size: Number of keys in its window; None for all.
+    """
 
     tensor: Tensor
-    window: int | None
+    sees: Callable[..., Any] | None
+    size: int | None
 
 
 class AttentionCalls:
-    """The attention of one model, registered with transformers under a name of its own.
+    """The attention of one model, which transformers finds by a name.
 
     Args:
-        name: The name.
+        name: The name, which no other model has.
 
     Attributes:
         specs: What each call keeps, in the order of the calls; empty until they are found.
     """
 
     def __init__(self, name: str) -> None:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
-
         self.name = name
         self.specs: list[KVSpec] = []
         self._masks: list[_Mask] | None = None
         self._batch: StepBatch | None = None
         self._memory: Sequence[LayerMemory | None] = ()
         self._next = 0
-        AttentionInterface.register(name, self._attend)
-        AttentionMaskInterface.register(name, self._mask)
 
-    def unregister(self) -> None:
-        """Take the name back."""
+    @contextmanager
+    def registered(self) -> Iterator[None]:
+        """Models find them by their name."""
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(self.name, None)
+        AttentionInterface.register(self.name, self._attend)
+        AttentionMaskInterface.register(self.name, self._mask)
+        try:
+            yield
+        finally:
+            for interface in (AttentionInterface, AttentionMaskInterface):
+                interface._global_mapping.pop(self.name, None)
 
     @contextmanager
     def being_found(self) -> Iterator[None]:
@@ -117,9 +105,7 @@ class AttentionCalls:
         finally:
             self._batch, self._memory = None, ()
         if self._next != len(self.specs):
-            raise ConfigError(
-                f"{self._next} calls of attention in a step, {len(self.specs)} at load"
-            )
+            raise self._other_number(f"{self._next}")
 
     def _attend(
         self,
@@ -135,7 +121,7 @@ class AttentionCalls:
             self.specs.append(self._found(module, query, key, value, attention_mask, asked))
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
         if self._next >= len(self.specs) or self._batch is None:
-            raise ConfigError(f"more than the {len(self.specs)} calls of attention found at load")
+            raise self._other_number(f"more than {len(self.specs)}")
         number, self._next = self._next, self._next + 1
         memory = self._memory[number]
         assert isinstance(memory, KVMemory)
@@ -165,8 +151,16 @@ class AttentionCalls:
             return None
         length = others["q_length"]
         tensor = torch.ones(1, 1, length, length, dtype=torch.bool, device=others.get("device"))
-        self._masks.append(_Mask(tensor, _window_of(mask_function, local_size)))
+        self._masks.append(_Mask(tensor, mask_function, local_size))
         return tensor
+
+    def _other_number(self, found: str) -> ConfigError:
+        return ConfigError(
+            "TransformersModel.step",
+            found=f"{found} calls of attention, and {len(self.specs)} when the model was loaded",
+            why="A call finds its keys and values by its place among the calls.",
+            fix="Make the adapter anew where the model has been changed.",
+        )
 
     def _found(
         self,
@@ -177,9 +171,16 @@ class AttentionCalls:
         mask: Tensor | None,
         asked: dict[str, Any],
     ) -> KVSpec:
+        """What a call keeps.
+
+        Raises:
+            ConfigError: It asks for something that `paged_attention` does not do.
+        """
         layer = f"{type(module).__name__}, call {len(self.specs)} of attention"
         assert self._masks is not None
-        unknown = [k for k, v in asked.items() if v is not None and k not in _WITHOUT_EFFECT]
+        unknown = [
+            k for k, v in asked.items() if v is not None and k not in _SERVED | _WITHOUT_EFFECT
+        ]
         if unknown:
             raise _no_such_attention(layer, f"asks for {', '.join(sorted(unknown))}")
         if asked.get("is_causal") is False or (
@@ -194,7 +195,7 @@ class AttentionCalls:
             known = [m for m in self._masks if m.tensor is mask]
             if not known:
                 raise _no_such_attention(layer, "has a mask of its own")
-            window = known[0].window
+            window = _window_of(known[0], layer)
         return KVSpec(
             heads=key.shape[1],
             head_dim=key.shape[3],
@@ -204,34 +205,38 @@ class AttentionCalls:
         )
 
 
-def _window_of(sees: Callable[..., Any] | None, size: int | None) -> int | None:
-    """Number of keys that a token sees by a mask function of transformers; None for all."""
-
-    def is_seen(query: int, key: int) -> bool:
-        assert sees is not None
-        try:
-            zero = torch.tensor(0)
-            return bool(sees(zero, zero, torch.tensor(query), torch.tensor(key)))
-        except (IndexError, RuntimeError) as error:
-            raise _no_such_attention("a mask", f"is made for one text ({error})") from error
-
-    if sees is None:
+def _window_of(mask: _Mask, layer: str) -> int | None:
+    """Number of keys that a token sees by a mask of transformers; None for all before it."""
+    size = mask.size
+    if mask.sees is None:
         return size
-    if is_seen(2, 3):
-        raise _no_such_attention("a mask", "shows tokens that come later")
-    far = 5 + (size or 100_000)
-    if size is None:
-        if is_seen(far, 0):
-            return None
-    elif is_seen(far, 6) and not is_seen(far, 5):
-        return size
-    raise _no_such_attention("a mask", "is neither causal nor a sliding window")
+    reach = 100_000 if size is None else size
+    zero = torch.tensor(0)
+    for query in (0, 1, 2, 7, 30, 200, reach - 1, reach, reach + 5, 2 * reach + 77):
+        near = (-reach - 1, -reach, 1 - reach, -64, -17, -3, -1, 0, 1, 2, 9, 100)
+        for key in {0, 1, query // 2, *(query + distance for distance in near)}:
+            if key < 0:
+                continue
+            try:
+                is_seen = bool(mask.sees(zero, zero, torch.tensor(query), torch.tensor(key)))
+            except (IndexError, RuntimeError) as error:
+                line = str(error).partition("\n")[0]
+                raise _no_such_attention(
+                    layer, f"has a mask for one text alone ({line})"
+                ) from error
+            if is_seen and key > query:
+                raise _no_such_attention(layer, "sees tokens that come later")
+            if is_seen != (key <= query and (size is None or key > query - size)):
+                raise _no_such_attention(
+                    layer, "has a mask that is neither causal nor a sliding window"
+                )
+    return size
 
 
 def _no_such_attention(layer: str, found: str) -> ConfigError:
     return ConfigError(
         f"TransformersModel: {layer}",
         found=f"it {found}",
-        why="paged_attention is causal, with a window, a cap of scores and sinks, and nothing else.",
+        why="paged_attention is causal, with a window, a cap of scores and sinks at most.",
         fix="Use transformers' generate for this model.",
     )

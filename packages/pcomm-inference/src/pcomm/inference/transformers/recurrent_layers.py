@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -43,48 +44,62 @@ class RecurrentLayer:
         module: The module.
         argument: Name of the argument that is the cache.
         index: Number by which it asks the cache for its states.
+        by_token: Which of its arguments have a row for each token, see `_by_token`.
         kept: Its layer of a cache after a call, whose tensors show the shapes.
+
+    Attributes:
+        spec: What it keeps.
+        continues: Whether several tokens may follow a state in one call: not every layer looks at
+            its state then. The comparison at load finds it.
     """
 
-    def __init__(self, module: nn.Module, argument: str, index: int, kept: Any) -> None:
+    def __init__(
+        self, module: nn.Module, argument: str, index: int, by_token: dict[str, Any], kept: Any
+    ) -> None:
         self._module, self._argument, self._index = module, argument, index
-        self._forward: Callable[..., Any] = module.forward
+        self._by_token = by_token
         self._signature = inspect.signature(module.forward)
+        self._forward: Callable[..., Any] = module.forward
         self._kind, self._num_states = type(kept), kept.number_of_states
         states = dict(_tensors_of(kept))
         self.spec = StateSpec(
             shapes={name: tuple(state.shape[1:]) for name, state in states.items()},
             dtypes={name: state.dtype for name, state in states.items()},
         )
-        # Whether several tokens may follow a state in one call; found by the comparison at load.
-        self.continues = True
+        self.continues = False
         self._batch: StepBatch | None = None
         self._memory: StateMemory | None = None
 
-    def serve(self, batch: StepBatch, memory: LayerMemory | None) -> None:
-        """Have the module compute the requests of a batch from now on."""
+    @contextmanager
+    def serving(self, batch: StepBatch, memory: LayerMemory | None) -> Iterator[None]:
+        """The module computes the requests of a batch."""
         assert isinstance(memory, StateMemory)
+        # A forward of the module itself, such as libraries put there, stays what is called.
+        attributes, self._forward = vars(self._module), self._module.forward
+        former = attributes.get("forward")
         self._batch, self._memory = batch, memory
-        self._module.__dict__["forward"] = self._run
-
-    def restore(self) -> None:
-        """Have the module compute as it does alone."""
-        self._batch = self._memory = None
-        self._module.__dict__.pop("forward", None)
+        attributes["forward"] = self._run
+        try:
+            yield
+        finally:
+            self._batch = self._memory = None
+            if former is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = former
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch is not None
         given = self._signature.bind(*args, **kwargs)
         num_tokens = len(self._batch.tokens_T)
+        whole = dict(given.arguments)
         found: list[tuple[_Part, Any]] = []
         for part in self._parts(self._batch):
             cache = self._cache(part)
-            cut = inspect.BoundArguments(
-                self._signature,
-                {k: _cut(v, num_tokens, part.places_Nt) for k, v in given.arguments.items()},  # type: ignore[arg-type]
-            )
-            cut.arguments[self._argument] = cache
-            found.append((part, self._forward(*cut.args, **cut.kwargs)))
+            for name, value in whole.items():
+                given.arguments[name] = _cut(value, self._by_token.get(name), part.places_Nt)
+            given.arguments[self._argument] = cache
+            found.append((part, self._forward(*given.args, **given.kwargs)))
             self._keep(part, cache.layers[self._index])
         return _joined(found, num_tokens)
 
@@ -166,15 +181,26 @@ def _tensors_of(layer: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{kind}_{number}", state
 
 
-def _cut(value: Any, num_tokens: int, places_Nt: Tensor) -> Any:
-    """What of an argument belongs to some tokens: rows of tensors `[1, T, ...]`, also inside."""
+def _by_token(value: Any, num_tokens: int) -> Any:
+    """Whether a tensor has a row for each token, `[1, T, ...]`; of a container each entry."""
     if isinstance(value, Tensor):
-        is_by_token = value.dim() >= 2 and value.shape[:2] == (1, num_tokens)
-        return value[0][places_Nt] if is_by_token else value
+        return value.dim() >= 2 and value.shape[:2] == (1, num_tokens)
     if isinstance(value, dict):
-        return {k: _cut(v, num_tokens, places_Nt) for k, v in value.items()}
+        return {k: _by_token(v, num_tokens) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(v, num_tokens, places_Nt) for v in value)
+        return dict(enumerate(_by_token(v, num_tokens) for v in value))
+    return None
+
+
+def _cut(value: Any, by_token: Any, places_Nt: Tensor) -> Any:
+    """What of an argument belongs to some tokens."""
+    if isinstance(value, Tensor):
+        return value[0][places_Nt] if by_token else value
+    entries = by_token or {}
+    if isinstance(value, dict):
+        return {k: _cut(v, entries.get(k), places_Nt) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(v, entries.get(k), places_Nt) for k, v in enumerate(value))
     return value
 
 
@@ -208,38 +234,34 @@ def find_recurrent_layers(model: PreTrainedModel, tokens_T: Tensor) -> list[Recu
     from transformers import DynamicCache
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-    cache = DynamicCache(config=model.config)
-    layers = [x for x in cache.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
-    if not layers:
+    layers = DynamicCache(config=model.config).layers
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
         return []
     running: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-    found: dict[int, tuple[nn.Module, str]] = {}
+    found: dict[int, tuple[nn.Module, str, dict[str, Any]]] = {}
 
     def note(index: int) -> None:
         module, args, kwargs = running[-1]
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         names = [name for name, value in given.items() if value is cache]
-        if not names or found.get(index, (module,))[0] is not module:
-            raise ConfigError(
-                f"TransformersModel({type(model).__name__}): states of {type(module).__name__}",
-                found="the cache is no argument of its forward"
-                if not names
-                else "several modules keep the states of one layer",
-                why="A step runs such a module by parts, with a cache for each.",
-                fix="Use transformers' generate for this model.",
-            )
-        found[index] = (module, names[0])
+        if not names:
+            raise _not_by_parts(model, module, "the cache is no argument of its forward")
+        if any((other is module) != (known == index) for known, (other, _, _) in found.items()):
+            raise _not_by_parts(model, module, "it shares states with a module, or has several")
+        found[index] = (module, names[0], _by_token(given, tokens_T.shape[0]))
 
     class Noting(DynamicCache):
-        def update_conv_state(self, states: Tensor, layer_idx: int, *a: Any, **k: Any) -> Tensor:
-            note(layer_idx)
-            return super().update_conv_state(states, layer_idx, *a, **k)
-
-        def update_recurrent_state(
-            self, states: Tensor, layer_idx: int, *a: Any, **k: Any
+        def update_conv_state(
+            self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
         ) -> Tensor:
             note(layer_idx)
-            return super().update_recurrent_state(states, layer_idx, *a, **k)
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+        def update_recurrent_state(
+            self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        ) -> Tensor:
+            note(layer_idx)
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running.append((module, args, kwargs))
@@ -248,19 +270,26 @@ def find_recurrent_layers(model: PreTrainedModel, tokens_T: Tensor) -> list[Recu
         running.pop()
 
     cache = Noting(config=model.config)
-    hooks = []
-    for module in model.modules():
-        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.append(module.register_forward_hook(leave, always_call=True))
     names = inspect.signature(model.forward).parameters
     name = "past_key_values" if "past_key_values" in names else "cache_params"
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            entered = module.register_forward_pre_hook(enter, with_kwargs=True)
+            left = module.register_forward_hook(leave, always_call=True)
+            hooks.callback(entered.remove)
+            hooks.callback(left.remove)
         with torch.no_grad():
             model(input_ids=tokens_T[None], use_cache=True, **{name: cache})
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [
-        RecurrentLayer(module, argument, index, cache.layers[index])
-        for index, (module, argument) in found.items()
+        RecurrentLayer(module, argument, index, by_token, cache.layers[index])
+        for index, (module, argument, by_token) in found.items()
     ]
+
+
+def _not_by_parts(model: nn.Module, module: nn.Module, found: str) -> ConfigError:
+    return ConfigError(
+        f"TransformersModel({type(model).__name__}): states of {type(module).__name__}",
+        found=found,
+        why="A step runs such a module by parts, with a cache for each.",
+        fix="Use transformers' generate for this model.",
+    )

@@ -4,83 +4,119 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.model import KVMemory, KVSpec, LayerMemory, StateMemory, StateSpec, StepBatch
+from pcomm.inference.model import (
+    KVMemory,
+    KVSpec,
+    LayerMemory,
+    Model,
+    StateMemory,
+    StateSpec,
+    StepBatch,
+)
 
 if TYPE_CHECKING:
-    from pcomm.inference.transformers.adapter import TransformersModel
+    from transformers import PreTrainedModel
+
+    from pcomm.inference.transformers.recurrent_layers import RecurrentLayer
 
 __all__ = ["check_logits"]
 
 _BLOCK_SIZE = 4
-# New tokens of two texts in each step: chunks beside each other, then a chunk beside a decode, then
-# two decodes. The second text ends a step before the first.
-_STEPS = ((5, 3), (3, 1), (1, 2), (1, 1), (1, 0))
+# New tokens of three texts in each step: chunks and a prompt of one token beside each other, a
+# chunk beside a decode, decodes of two and of one.
+_STEPS = ((5, 3, 1), (3, 1, 0), (1, 2, 1), (1, 1, 0), (1, 0, 2))
 _LENGTHS = tuple(map(sum, zip(*_STEPS, strict=True)))
 # How far logits may be apart, by the dtype of the logits, over their largest: the same sums in
 # another order. A wrong mask or position is apart by more in each model that was tried.
 _APART = {torch.float64: 1e-8, torch.float32: 2e-4}
 
 
-def check_logits(adapter: TransformersModel) -> None:
-    """Compare the logits of two short texts, in chunks and decodes, with those of the model alone.
+def check_logits(
+    served: Model,
+    model: PreTrainedModel,
+    logits_alone: Callable[[Tensor], Tensor],
+    recurrent: Sequence[RecurrentLayer],
+) -> None:
+    """Compare the logits of some short texts, in chunks and decodes, with those of the model alone.
+
+    Finds on the way whether recurrent layers take several tokens behind a state.
+
+    Args:
+        served: The model as the engine runs it.
+        model: The model.
+        logits_alone: Gives the logits `[T, V]` of a text by the model's own forward.
+        recurrent: Its recurrent layers.
 
     Raises:
         ConfigError: They differ.
     """
-    difference = _difference(adapter)
-    if difference is not None and any(layer.continues for layer in adapter.recurrent):
-        for layer in adapter.recurrent:
+    for layer in recurrent:
+        layer.continues = True
+    difference = _difference(served, model, logits_alone)
+    if difference is not None and recurrent:
+        for layer in recurrent:
             layer.continues = False
-        difference = _difference(adapter)
+        difference = _difference(served, model, logits_alone)
     if difference is not None:
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            difference = f"a forward that takes no position_ids, and {difference}"
         raise ConfigError(
-            f"TransformersModel({type(adapter.model).__name__})",
+            f"TransformersModel({type(model).__name__})",
             found=difference,
             why="The model would write other text than by its own forward, without an error.",
             fix="Use transformers' generate for this model.",
         )
 
 
-def _difference(adapter: TransformersModel) -> str | None:
-    model = adapter.model
-    device, vocabulary = model.device, model.get_input_embeddings().num_embeddings
+def _difference(
+    served: Model, model: PreTrainedModel, logits_alone: Callable[[Tensor], Tensor]
+) -> str | None:
+    embeddings: Any = model.get_input_embeddings()
+    device, vocabulary = model.device, embeddings.num_embeddings
     texts = [
         (torch.arange(length, device=device) * (7 + 4 * number) + 5 + number) % vocabulary
         for number, length in enumerate(_LENGTHS)
     ]
-    alone = [adapter.logits_alone(text_T) for text_T in texts]
-    limits = [_limit(adapter, text_T, logits) for text_T, logits in zip(texts, alone, strict=True)]
-    memory = [_pool(spec, device) for spec in adapter.memory_specs()]
-    done = [0, 0]
+    alone = [logits_alone(text_T) for text_T in texts]
+    limits = [
+        _limit(logits_alone, text_T, logits, model.dtype)
+        for text_T, logits in zip(texts, alone, strict=True)
+    ]
+    memory = [_pool(spec, device) for spec in served.memory_specs()]
+    done = [0] * len(texts)
     for news in _STEPS:
         batch, rows = _batch(texts, done, news, device)
-        logits = adapter.step(batch, memory)
+        logits = served.step(batch, memory).flip(0)
         wanted = torch.cat([alone[number][start:stop] for number, start, stop in rows])
         limit = max(limits)
         apart = float((logits.double() - wanted.double()).abs().max())
         if not apart <= limit:
             return (
                 f"logits that are {apart:.3g} apart from those of its own forward, where rounding "
-                f"explains {limit:.3g} (chunks of {news[0]} and {news[1]} tokens behind "
-                f"{done[0]} and {done[1]})"
+                f"explains {limit:.3g} (chunks of {news} tokens behind {tuple(done)})"
             )
         done = [before + new for before, new in zip(done, news, strict=True)]
     return None
 
 
-def _limit(adapter: TransformersModel, text_T: Tensor, logits_TV: Tensor) -> float:
-    """What rounding explains: some times as much as a shorter text changes, or the dtype's bound."""
+def _limit(
+    logits_alone: Callable[[Tensor], Tensor], text_T: Tensor, logits_TV: Tensor, dtype: torch.dtype
+) -> float:
+    """What rounding explains: the dtype's bound, or some times what a shorter text changes."""
     largest = float(logits_TV.double().abs().max())
     bound = largest * _APART.get(logits_TV.dtype, 2e-4)
-    if adapter.model.dtype.itemsize > 2:
+    if dtype.itemsize > 2:
         return bound
-    shorter = adapter.logits_alone(text_T[:-3]).double() - logits_TV[:-3].double()
+    shorter = logits_alone(text_T[:-3]).double() - logits_TV[:-3].double()
     return max(bound, 8 * float(shorter.abs().max()), largest * 0.02)
 
 
@@ -97,7 +133,7 @@ def _pool(spec: object, device: torch.device) -> LayerMemory | None:
     assert isinstance(spec, StateSpec)
     return StateMemory(
         {
-            name: torch.zeros(3, *shape, dtype=spec.dtypes[name], device=device)
+            name: torch.zeros(1 + len(_LENGTHS), *shape, dtype=spec.dtypes[name], device=device)
             for name, shape in spec.shapes.items()
         }
     )
@@ -106,14 +142,15 @@ def _pool(spec: object, device: torch.device) -> LayerMemory | None:
 def _batch(
     texts: list[Tensor], done: list[int], news: tuple[int, ...], device: torch.device
 ) -> tuple[StepBatch, list[tuple[int, int, int]]]:
-    """The next tokens of both texts, decodes first, and which part of which text they are."""
-    # Blocks of the first text in the opposite order, so that neighbours are no blocks of a row.
-    first = -(-_LENGTHS[0] // _BLOCK_SIZE)
+    """The next tokens of each text, decodes first, and which part of which text they are."""
+    # Blocks of a text in the opposite order, so that neighbours are no blocks of a row.
+    sizes = [-(-length // _BLOCK_SIZE) for length in _LENGTHS]
     tables = [
-        list(range(first, 0, -1)),
-        list(range(first + 1, first + 1 + -(-_LENGTHS[1] // _BLOCK_SIZE))),
+        list(range(last, last - size, -1))
+        for last, size in zip(accumulate(sizes), sizes, strict=True)
     ]
-    numbers = sorted((n for n in (0, 1) if news[n]), key=lambda n: not (news[n] == 1 and done[n]))
+    wanted = [n for n in range(len(texts)) if news[n]]
+    numbers = sorted(wanted, key=lambda n: not (news[n] == 1 and done[n]))
     rows = [(n, done[n], done[n] + news[n]) for n in numbers]
     positions = [torch.arange(start, stop, device=device) for _, start, stop in rows]
     width = max(-(-stop // _BLOCK_SIZE) for _, _, stop in rows)
@@ -138,6 +175,7 @@ def _batch(
         slot_mapping_T=torch.cat(slots),
         first_blocks=(None,) * len(numbers),
         state_slots_N=torch.tensor([1 + n for n in numbers], device=device),
-        logits_rows=torch.arange(offsets[-1], device=device),
+        # Not in order, as a model might take the last ones.
+        logits_rows=torch.arange(offsets[-1], device=device).flip(0),
     )
     return batch, rows

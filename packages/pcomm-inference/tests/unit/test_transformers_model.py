@@ -1,0 +1,235 @@
+"""A model of transformers in the engine: what it keeps, what changes in it, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from inference_support.transformers_families import (
+    WRITTEN,
+    difference,
+    engine_for,
+    own_logits,
+    prompts_for,
+    tiny_family,
+    write,
+)
+from pcomm.core.errors import ConfigError
+from pcomm.inference import Request, SamplingParams
+from pcomm.inference.transformers import TransformersModel
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def facts(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a step touches in a model, and its parameters."""
+    modules = list(model.modules())
+    return (
+        [module.training for module in modules],
+        [module.__dict__.get("forward") for module in modules],
+        [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
+        [getattr(module, "config", model.config)._attn_implementation for module in modules],
+        dict(AttentionInterface._global_mapping),
+        dict(AttentionMaskInterface._global_mapping),
+        [(name, id(value), value._version) for name, value in model.named_parameters()],
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "mamba"])
+def test_drafts_and_cached_prefixes_change_no_token(family: str) -> None:
+    model = tiny_family(family)
+    # Texts that repeat themselves behind one long begin, so that drafts are made, and right or not.
+    (begin,) = prompts_for([64])
+    prompts = [begin + end * 3 for end in prompts_for([3, 4, 5], seed=1)]
+    adapter = TransformersModel(model)
+    engine = engine_for(adapter, num_state_slots=24, max_requests=4, speculative_tokens=3)
+    for _ in range(2):
+        assert difference(model, prompts, write(engine, prompts)) is None
+    stats = engine.stats()
+    assert stats.drafted_tokens > 0
+    assert stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_preemptions_change_no_token(family: str) -> None:
+    model, prompts = tiny_family(family), prompts_for([6, 7, 5, 8])
+    engine = engine_for(TransformersModel(model), num_blocks=12, max_model_len=32)
+    assert difference(model, prompts, write(engine, prompts)) is None
+    assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_the_model_is_its_owners_between_steps_and_behind_an_error(family: str) -> None:
+    model, (prompt,) = tiny_family(family), prompts_for([30])
+    model.train()
+    model.model.layers[0].eval()
+    mixer = model.model.layers[0].input_layernorm
+    of_a_library = mixer.forward
+    mixer.forward = lambda *given: of_a_library(*given)
+    before = facts(model)
+    adapter = TransformersModel(model)
+    assert not any(module.training for module in model.modules())
+    alone = own_logits(model, prompt)
+    begun = facts(model)
+    params = SamplingParams(temperature=0.0, max_tokens=WRITTEN, ignore_eos=True, logprobs=0)
+    engine = engine_for(adapter)
+    engine.add(Request("0", prompt, params))
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    fails = False
+
+    def may_fail(*_: Any) -> None:
+        if fails:
+            raise RuntimeError("a hook of the owner")
+
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.token_ids
+            logprobs += [entry.logprob for entry in output.logprobs]
+        assert facts(model) == begun
+        assert torch.equal(own_logits(model, prompt), alone)
+        assert torch.equal(own_logits(copy.deepcopy(model), prompt), alone)
+    assert difference(model, [prompt], [(tokens, logprobs)]) is None
+    hook = model.model.layers[-1].register_forward_hook(may_fail)
+    fails = True
+    engine.add(Request("1", prompt, params))
+    outputs = [output for _ in range(2) for output in engine.step()]
+    assert [str(output.error) for output in outputs] == ["a hook of the owner"]
+    hook.remove()
+    assert facts(model) == begun
+    engine.close()
+    adapter.close()
+    adapter.close()
+    assert facts(model) == before
+
+
+def test_two_engines_share_a_model_beside_one_of_another() -> None:
+    models = [tiny_family("llama"), tiny_family("bamba")]
+    adapters = [TransformersModel(models[n]) for n in (0, 0, 1)]
+    prompts = prompts_for([9, 20, 5])
+    wanted = [write(engine_for(a), [p])[0][0] for a, p in zip(adapters, prompts, strict=True)]
+    engines = [engine_for(adapter) for adapter in adapters]
+    params = SamplingParams(temperature=0.0, max_tokens=WRITTEN, ignore_eos=True)
+    written: list[list[int]] = [[], [], []]
+    for engine, prompt in zip(engines, prompts, strict=True):
+        engine.add(Request("a", prompt, params))
+    while any(engine.has_work for engine in engines):
+        for engine, tokens in zip(engines, written, strict=True):
+            for output in engine.step() if engine.has_work else ():
+                tokens += output.token_ids
+    assert written == wanted
+    adapters[0].close()
+    assert write(engine_for(adapters[1]), [prompts[1]])[0][0] == wanted[1]
+
+
+def rope(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        found |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        found |= {"original_max_position_embeddings": 32}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_text_beyond_one_rotary_table_ends_alone(kind: str) -> None:
+    longest = 32 if kind == "dynamic" else 128
+    model = tiny_family("llama", rope_parameters=rope(kind), max_position_embeddings=longest)
+    adapter = TransformersModel(model)
+    assert adapter.max_tokens == 32
+    prompts = prompts_for([1, 20, 28, 36])
+    params = SamplingParams(temperature=0.0, max_tokens=WRITTEN, ignore_eos=True, logprobs=0)
+    engine = engine_for(adapter)
+    for number, prompt in enumerate(prompts):
+        engine.add(Request(str(number), prompt, params))
+    written: dict[str, tuple[list[int], list[float]]] = {}
+    errors: dict[str, str] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens, logprobs = written.setdefault(output.request_id, ([], []))
+            tokens += output.token_ids
+            logprobs += [entry.logprob for entry in output.logprobs]
+            if output.error is not None:
+                errors[output.request_id] = str(output.error)
+    assert set(errors) == {"2", "3"}
+    assert all("max_model_len=32" in error for error in errors.values())
+    assert difference(model, prompts[:2], [written["0"], written["1"]]) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_a_model_in_bf16_passes_the_comparison(family: str) -> None:
+    model = tiny_family(family).bfloat16()
+    adapter = TransformersModel(model)
+    assert len(write(engine_for(adapter), prompts_for())[4][0]) == WRITTEN
+
+
+def test_states_are_right_without_the_comparison() -> None:
+    model, prompts = tiny_family("mamba"), prompts_for()
+    engine = engine_for(TransformersModel(model, check=False))
+    assert difference(model, prompts, write(engine, prompts)) is None
+
+
+def test_a_wrong_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pcomm.inference.transformers import attention_calls
+
+    def with_window(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **kwargs | {"window": 5})
+
+    whole = attention_calls.paged_attention
+    monkeypatch.setattr(attention_calls, "paged_attention", with_window)
+    model = tiny_family("llama")
+    before = facts(model)
+    with pytest.raises(ConfigError, match="apart from those of its own forward"):
+        TransformersModel(model)
+    assert facts(model) == before
+
+
+def test_a_closed_adapter_and_a_model_in_training_mode_are_refused() -> None:
+    model = tiny_family("llama")
+    adapter = TransformersModel(model)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+
+    def error() -> str:
+        engine = engine_for(adapter)
+        engine.add(Request("0", (5, 6, 7), params))
+        return str(next(output.error for _ in range(2) for output in engine.step()))
+
+    model.train()
+    assert "model.eval()" in error()
+    model.eval()
+    assert error() == "None"
+    adapter.close()
+    assert "adapter that is closed" in error()
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (lambda: nn.Linear(2, 2), "no model of transformers"),
+        (lambda: tiny_family("llama").to("meta"), "weights on meta"),
+        (lambda: tiny_family("llama").model, "no logits of each token"),
+        (lambda: tiny_family("bert", is_decoder=False), "tokens that come later"),
+    ],
+)
+def test_other_modules_are_refused(model: Any, found: str) -> None:
+    given = model()
+    before = [module.training for module in given.modules()]
+    with pytest.raises(ConfigError) as caught:
+        TransformersModel(given)
+    assert found in str(caught.value).splitlines()[0]
+    assert [module.training for module in given.modules()] == before
+
+
+def test_the_package_does_not_import_transformers() -> None:
+    program = (
+        "import sys, pcomm.inference; pcomm.inference.TransformersModel\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
