@@ -77,7 +77,7 @@ def train(place: RankPlace, directory: Path) -> tuple[Any, list[float], list[flo
                     os.kill(os.getpid(), signal.SIGKILL)
                 step.backward(loss)
                 norms.append(float(step.commit(max_norm=MAX_NORM)))
-                losses.append(float(loss))
+                losses.append(float(loss.detach()))
         model = session.model
         state = whole_state_dict(model, session.groups["tp"].collectives)
         model.save_pretrained(directory / f"rank{session.rank}", state_dict=state)
@@ -92,7 +92,7 @@ def train_dense() -> tuple[nn.Module, list[float], list[float]]:
         loss = loss_of(model, batch(step))
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return model, norms, losses

@@ -26,7 +26,7 @@ from pcomm.core.tensor_parallel import (
 from pcomm.core.tensor_parallel.split import enter, leave
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
-from pcomm.ntp.transformers.tp_plan import Part, parts_of
+from pcomm.ntp.transformers.tp_plan import PlannedPart, parts_of
 
 __all__ = ["nonuniform"]
 
@@ -98,7 +98,7 @@ def _layout(name: str, units: Units, plan: NtpPlan, replica: int) -> Layout:
     return plan.layout(name, replica)
 
 
-def _check_rope(model: nn.Module, parts: list[Part]) -> None:
+def _check_rope(model: nn.Module, parts: list[PlannedPart]) -> None:
     for part in parts:
         if part.style == "mla_kv_a_proj" and _rope_width(model, part.name) is None:
             raise UnsupportedError(
@@ -122,7 +122,7 @@ def _rope_width(model: nn.Module, name: str) -> int | None:
 
 
 def _apply(
-    model: nn.Module, part: Part, layouts: dict[str, Layout], collectives: Collectives
+    model: nn.Module, part: PlannedPart, layouts: dict[str, Layout], collectives: Collectives
 ) -> None:
     holder, _, own = part.name.rpartition(".")
     if part.name in part.splits:

@@ -19,7 +19,7 @@ from torch import nn
 from pcomm.core.errors import UnsupportedError
 from pcomm.ntp.planning.units import Units
 
-__all__ = ["Part", "Split", "parts_of", "units_of"]
+__all__ = ["PlannedPart", "Split", "parts_of", "units_of"]
 
 
 # Styles whose inputs and outputs are whole on all ranks, and those that hand on a part.
@@ -51,7 +51,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedPart:
     """A module, or a parameter of its own, that the plan names.
 
     Args:
@@ -103,7 +103,7 @@ def _with_work(units: Units, work: int) -> Units:
     return Units(units.kind, units.count, units.sections, work)
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[PlannedPart]:
     """What the model's plan names and ranks compute in part, in the model's order. Local.
 
     Raises:
@@ -112,8 +112,8 @@ def parts_of(model: nn.Module) -> list[Part]:
     named = _named_parts(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     uses: dict[int, int] = defaultdict(int)
-    for own in parameters.values():
-        uses[id(own)] += 1
+    for one in parameters.values():
+        uses[id(one)] += 1
     lengths: dict[str, dict[str, _Length]] = {}
     for name, style in list(named.items()):
         if style not in (*_GATHERED, *_PARTIAL):
@@ -129,7 +129,7 @@ def parts_of(model: nn.Module) -> list[Part]:
         lengths[name] = _lengths(own, style)
     counts = _counts(model, named, lengths)
     return [
-        Part(
+        PlannedPart(
             name,
             style,
             {
@@ -211,7 +211,8 @@ def _parameters_of(model: nn.Module, name: str, style: str) -> dict[str, nn.Para
     )
     if any(hooks) or "forward" in module.__dict__ or "weight" not in module._parameters:
         raise _refused(name, style, "a layer with hooks or another forward, which would be lost")
-    found = {f"{name}.weight": module.weight}
+    assert isinstance(module, nn.Linear)
+    found: dict[str, nn.Parameter] = {f"{name}.weight": module.weight}
     if module.bias is not None and style.endswith(("colwise", "gather_output", "colwise_rep")):
         found[f"{name}.bias"] = module.bias
     return found
@@ -328,6 +329,7 @@ def _refused(name: str, style: str, found: str) -> UnsupportedError:
         found=found,
         why="Ranks with unequal shares need whole heads or columns of plain linear layers and "
         "parameters, and have to hand them to each other.",
-        fix="Change model.tp_plan: name what works on parts, with the style of this list that it "
-        "has; or leave out all that hand parts to each other, which are whole then.",
+        fix="Change model.tp_plan: give what works on parts a style, such as "
+        '"replicated_with_grad_allreduce" for a norm of heads; or drop the styles of all layers '
+        "that exchange parts, which are whole then.",
     )
