@@ -80,7 +80,9 @@ def train(place: RankPlace, directory: Path) -> tuple[Any, list[float], list[flo
                 losses.append(float(loss.detach()))
         model = session.model
         state = whole_state_dict(model, session.groups["tp"].collectives)
-        model.save_pretrained(directory / f"rank{session.rank}", state_dict=state)
+        torch.save(state, directory / f"{session.rank}.pt")
+        if session.rank == 0:
+            model.save_pretrained(directory / "trained", state_dict=state)
         return session.plan.degrees, norms, losses
 
 
@@ -112,8 +114,8 @@ def test_a_llama_trains_on_as_one_process_would_when_a_rank_is_killed(tmp_path):
         degrees, norms, _ = reports[rank].result
         assert degrees == ((2,), (1,))
         close(norms, dense_norms, atol=0)
-        saved = tmp_path / f"rank{rank}"
-        found = LlamaForCausalLM.from_pretrained(saved, dtype=torch.float64)
-        close(found.state_dict(), dense.state_dict())
+        close(torch.load(tmp_path / f"{rank}.pt"), dict(dense.state_dict()))
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float64)
+    close(dict(saved.state_dict()), dict(dense.state_dict()))
     losses = zip(reports[0].result[2], reports[2].result[2], strict=True)
     close([sum(parts) for parts in losses], dense_losses, atol=0)

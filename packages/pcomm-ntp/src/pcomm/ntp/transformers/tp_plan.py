@@ -212,9 +212,9 @@ def _parameters_of(model: nn.Module, name: str, style: str) -> dict[str, nn.Para
     if any(hooks) or "forward" in module.__dict__ or "weight" not in module._parameters:
         raise _refused(name, style, "a layer with hooks or another forward, which would be lost")
     assert isinstance(module, nn.Linear)
-    found: dict[str, nn.Parameter] = {f"{name}.weight": module.weight}
+    found = {f"{name}.weight": module.get_parameter("weight")}
     if module.bias is not None and style.endswith(("colwise", "gather_output", "colwise_rep")):
-        found[f"{name}.bias"] = module.bias
+        found[f"{name}.bias"] = module.get_parameter("bias")
     return found
 
 

@@ -17,7 +17,7 @@ __all__ = ["load_whole_state_dict", "whole_state_dict"]
 def whole_state_dict(model: nn.Module, collectives: Collectives) -> dict[str, Tensor]:
     """`model.state_dict()` with whole tensors, as the model had before `nonuniform`. Collective.
 
-    `model.save_pretrained(directory, state_dict=...)` of it, on one rank, writes a directory that
+    `model.save_pretrained(directory, state_dict=...)` of it, on rank 0, writes a directory that
     `from_pretrained` reads.
 
     Args:
