@@ -12,5 +12,9 @@ from pcomm.ntp.session.session import Session as Session
 from pcomm.ntp.session.training_state import TrainState as TrainState
 from pcomm.ntp.sync.grad_groups import grad_groups as grad_groups
 from pcomm.ntp.sync.grad_sync import GradSync as GradSync
+from pcomm.ntp.transformers.nonuniform import nonuniform as nonuniform
+from pcomm.ntp.transformers.tp_plan import units_of as units_of
+from pcomm.ntp.transformers.whole_state import load_whole_state_dict as load_whole_state_dict
+from pcomm.ntp.transformers.whole_state import whole_state_dict as whole_state_dict
 
 __version__: str

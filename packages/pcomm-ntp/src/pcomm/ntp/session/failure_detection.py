@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -30,6 +28,7 @@ from pcomm.core.collectives import Collectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.instrumented import interruptible
 from pcomm.core.collectives.protocol import Call
 from pcomm.core.errors import PcommError, PeerError
+from pcomm.core.process.world import ipv4_of
 from pcomm.ntp.session.records import Records, headline
 
 __all__ = [
@@ -273,10 +272,6 @@ class HeartbeatTimeout:
 _PAUSE_S, _BACKLOG = 0.05, 4096
 
 
-# Linux's request for the IPv4 address of an interface.
-_SIOCGIFADDR = 0x8915
-
-
 class Reach:
     """A socket that listens. Local.
 
@@ -314,10 +309,7 @@ def _hosts() -> Iterator[str]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     with contextlib.suppress(OSError):
         if interface:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
-                asked = struct.pack("256s", interface.encode()[:15])
-                found = fcntl.ioctl(own.fileno(), _SIOCGIFADDR, asked)
-            yield socket.inet_ntoa(found[20:24])
+            yield ipv4_of(interface)
     with contextlib.suppress(OSError):
         for *_, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
             yield str(address[0])

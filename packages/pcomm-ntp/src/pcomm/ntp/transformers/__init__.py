@@ -1,0 +1,1 @@
+"""Models of transformers, split over ranks by their own tensor-parallel plan."""
