@@ -12,7 +12,15 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.chat_template import special_tokens
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory
 
-__all__ = ["GENERATION", "SETTINGS", "TOKENIZER", "DirectoryTokenizer", "end_ids", "read_tokenizer", "vocabulary_json"]
+__all__ = [
+    "GENERATION",
+    "SETTINGS",
+    "TOKENIZER",
+    "DirectoryTokenizer",
+    "end_ids",
+    "read_tokenizer",
+    "vocabulary_json",
+]
 
 
 TOKENIZER = "tokenizer.json"
