@@ -20,7 +20,6 @@ from integration_support.huggingface_directories import (
 from pcomm.core.cli import main
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference import SamplingParams
-from pcomm.inference.layers import packed_weight
 from pcomm.integration.llm import LLM, load_model
 
 transformers = pytest.importorskip("transformers", reason="transformers has the models")
@@ -169,29 +168,6 @@ def test_a_model_in_bf16_keeps_its_dtype(tmp_path):
     with LLM(tmp_path, dtype="float32", memory_bytes=MEMORY) as wide:
         assert wide.loaded.model.model.dtype == torch.float32
         check_texts(wide, model.float())
-
-
-@pytest.mark.parametrize("reads_weights", [False, True])
-def test_weights_of_a_directory_are_packed_where_its_code_allows(
-    reads_weights, tmp_path, monkeypatch
-):
-    """A product with the weight of a layer, outside of the layer, finds none once it is packed."""
-    model, _ = saved(tmp_path, "phi3")
-    monkeypatch.setitem(packed_weight._FEWEST_ELEMENTS, torch.float32, 1)
-    if reads_weights:
-        kind = transformers.models.phi3.modeling_phi3.Phi3MLP
-        whole = kind.forward
-
-        def forward(self: Any, states: Any) -> Any:
-            beside = states @ self.gate_up_proj.weight.T
-            return whole(self, states) + 0 * beside.sum(-1, keepdim=True)
-
-        monkeypatch.setattr(kind, "forward", forward)
-    with LLM(tmp_path, memory_bytes=MEMORY) as llm:
-        inner = llm.loaded.model.model
-        assert inner.lm_head.weight.is_meta is not reads_weights
-        check_texts(llm, model)
-    assert not model.lm_head.weight.is_meta
 
 
 def config(folder: Path, **fields: Any) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from pcomm.core import Group
 from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
-from pcomm.inference.layers import pack_weights
 from pcomm.inference.roofline import StepWeights
 from pcomm.inference.transformers import TransformersModel
 from pcomm.integration.huggingface import (
@@ -112,7 +111,9 @@ def load_for_engine(
     ranks = 1 if group is None else group.size
     check_plain(f"LLM({str(path)!r})", ranks, quantization, batch_invariant)
     config, text = _described(path, reason)
-    adapter = _loaded(path, config, dtype, device)
+    # Weights stay as they are: code of a model may use that of a layer beside the layer, and torch
+    # multiplies with what packing leaves of it, a tensor without memory, without an error.
+    adapter = ForeignModel(_read(path, config, dtype).to(device))  # type: ignore[arg-type]
     _log.info("%s runs by transformers' %s: %s", path, type(adapter.model).__name__, reason.found)
     return LoadedForeign(**vars(replace(text, vocabulary=_width(adapter))), model=adapter)
 
@@ -263,21 +264,6 @@ def _described(path: Path, reason: UnsupportedError) -> tuple[PreTrainedConfig, 
     vocabulary = config.get_text_config().vocab_size
     tokenizer, template = read_tokenizer(directory), read_chat_template(directory)
     return config, _text(path.resolve().name, config, tokenizer, template, vocabulary)
-
-
-def _loaded(
-    path: Path, config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device
-) -> ForeignModel:
-    """The model of a directory, with packed weights on a CPU where its code allows that."""
-    model = _read(path, config, dtype).to(device)  # type: ignore[arg-type]  # torch's, by a wrapper
-    if device.type == "cpu" and pack_weights(model):
-        try:
-            return ForeignModel(model)
-        except Exception as error:  # such as a product with the weight of a layer, outside of it
-            _log.info("weights of %s stay as they are: %s", path, error)
-            del model
-            model = _read(path, config, dtype)
-    return ForeignModel(model)
 
 
 def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
