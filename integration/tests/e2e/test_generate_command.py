@@ -184,7 +184,7 @@ def test_a_folder_without_a_run(tmp_path, capsys):
     for path, found in (
         (absent, "no such folder"),
         (Path("HuggingFaceTB/SmolLM2-135M"), "no such folder"),
-        (tmp_path / "tiny.gguf", "a file"),
+        (tmp_path / "tiny.gguf", "a GGUF file"),
     ):
         message = refused(capsys, path)
         assert f"model {path}: {found}" in message

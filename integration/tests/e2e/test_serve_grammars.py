@@ -17,6 +17,7 @@ from pcomm.core.testing.programs import wait_until
 from pcomm.inference import SamplingParams
 from pcomm.inference.engine import QueueFullError
 from pcomm.inference.sampling import GrammarCompiler
+from pcomm.integration.commands.conversion import run_to_directory
 from pcomm.integration.llm import LLM
 
 httpx = pytest.importorskip("httpx2")
@@ -257,3 +258,28 @@ def test_each_text_begins_at_the_begin_of_a_shared_grammar(llm):
     assert {*texts.values()} <= {"ab", "ba"}
     with pytest.raises(ConfigError, match="other settings"):
         llm.engine.add(Request("three", (1,), SamplingParams(regex="a"), grammar=grammar))
+
+
+@pytest.mark.parametrize("decoder", ["its own", "none"])
+def test_a_tokenizer_that_grammars_cannot_read_stops_no_server(decoder, tmp_path):
+    """The library of grammars compiles not every expression that cuts words, nor all decoders."""
+    run_to_directory(tiny_run(tmp_path, "A"), tmp_path / "exported")
+    file = tmp_path / "exported" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    assert any(one["type"] == "Split" for one in content["pre_tokenizer"]["pretokenizers"])
+    if decoder == "none":
+        file.write_text(json.dumps(content | {"decoder": None}))
+    fields = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "word1"}]}
+    named = {"name": "x", "schema": {"type": "integer", "minimum": 10, "maximum": 99}}
+    schema = {"response_format": {"type": "json_schema", "json_schema": named}}
+    with LLM(tmp_path / "exported", memory_bytes=2**20) as llm, LiveServer(llm) as server:
+        url = f"{server.url}/v1/chat/completions"
+        assert httpx.post(url, json=fields).status_code == 200
+        answer = httpx.post(url, json=fields | schema)
+        if decoder == "none":
+            assert answer.status_code == 400
+            assert "byte-level decoder" in answer.json()["error"]["message"]
+        else:
+            text = answer.json()["choices"][0]["message"]["content"]
+            assert 10 <= int(text) <= 99
+        assert httpx.post(url, json=fields).status_code == 200

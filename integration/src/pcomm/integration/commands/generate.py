@@ -83,7 +83,7 @@ class GenerateCommand:
         from pcomm.core import Topology, connect, open_groups
         from pcomm.inference import SamplingParams
         from pcomm.integration.llm import LLM
-        from pcomm.integration.llm.loading import load_text
+        from pcomm.integration.llm.foreign_model import load_text_for_engine
 
         params = SamplingParams(
             temperature=arguments.temperature,
@@ -94,7 +94,8 @@ class GenerateCommand:
             stop=tuple(arguments.stop),
         )
         # Before the weights: memory is taken for this one text.
-        loaded, options = load_text(arguments.model, ranks=arguments.ranks), llm_options(arguments)
+        loaded = load_text_for_engine(arguments.model, ranks=arguments.ranks)
+        options = llm_options(arguments)
         ids = loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt
         most = arguments.max_model_len or loaded.max_tokens
         if len(ids) >= most:

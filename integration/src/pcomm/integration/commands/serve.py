@@ -98,6 +98,8 @@ class ServeCommand:
             ) as llm,
         ):
             served = create_app(llm, settings)
+            if llm.implementation != "pcomm":
+                print(f"{settings.model_name} runs by {llm.implementation}", file=sys.stderr)
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
             serve(served, bound)
             print_summary(llm)

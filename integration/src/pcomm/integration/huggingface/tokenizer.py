@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,15 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.chat_template import special_tokens
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory
 
-__all__ = ["GENERATION", "SETTINGS", "TOKENIZER", "DirectoryTokenizer", "end_ids", "read_tokenizer"]
+__all__ = [
+    "GENERATION",
+    "SETTINGS",
+    "TOKENIZER",
+    "DirectoryTokenizer",
+    "end_ids",
+    "read_tokenizer",
+    "vocabulary_json",
+]
 
 
 TOKENIZER = "tokenizer.json"
@@ -63,8 +72,23 @@ class DirectoryTokenizer:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def to_json(self) -> str:
-        """The content of `tokenizer.json`. Local."""
-        return str(self.tokenizer.to_str())
+        """The vocabulary as `tokenizer.json`, see `vocabulary_json`. Local."""
+        return vocabulary_json(self.tokenizer.to_str())
+
+
+def vocabulary_json(tokenizer_json: str) -> str:
+    """The content of a `tokenizer.json` without the expressions that cut a text into words. Local.
+
+    Grammars need the bytes of each token alone, and their library cannot compile each expression.
+
+    Args:
+        tokenizer_json: The whole content.
+    """
+    content = json.loads(tokenizer_json)
+    step = content.get("pre_tokenizer") or {}
+    kept = [one for one in step.get("pretokenizers", [step]) if one and one["type"] != "Split"]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": kept} if kept else None
+    return json.dumps(content)
 
 
 def read_tokenizer(directory: ModelDirectory) -> DirectoryTokenizer:

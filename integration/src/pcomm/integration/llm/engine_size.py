@@ -13,6 +13,7 @@ from pcomm.core import Group
 from pcomm.core.errors import ConfigError
 from pcomm.inference import Engine, KVSpec, LayerSpec, StateSpec
 from pcomm.inference.roofline import BandwidthMeter
+from pcomm.integration.llm.foreign_model import LoadedForeign
 from pcomm.integration.llm.loading import LoadedModel
 
 __all__ = ["EngineOptions", "MemorySize", "agreed_bytes", "free_bytes", "memory_size", "rank_bytes"]
@@ -31,7 +32,12 @@ class EngineOptions:
     speculative_tokens: int = 0
     batch_invariant: bool = False
 
-    def engine(self, loaded: LoadedModel, budget_bytes: int, group: Group | None = None) -> Engine:
+    def engine(
+        self,
+        loaded: LoadedModel | LoadedForeign,
+        budget_bytes: int,
+        group: Group | None = None,
+    ) -> Engine:
         """An engine for a model, or for this rank's part of one. Local.
 
         Args:
@@ -107,7 +113,7 @@ def memory_size(
             says which length has room.
     """
     block = sum(
-        2 * block_size * spec.heads * spec.head_dim * spec.dtype.itemsize
+        block_size * spec.heads * (spec.head_dim + spec.width_of_values) * spec.dtype.itemsize
         for spec in specs
         if isinstance(spec, KVSpec)
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +17,19 @@ from pcomm.inference import Request, RequestOutput, SamplingParams
 from pcomm.inference.engine import EngineStats, QueueFullError
 from pcomm.integration.llm.engine_on_ranks import EngineOnRanks
 from pcomm.integration.llm.engine_size import EngineOptions, agreed_bytes
-from pcomm.integration.llm.loading import LoadedText, load_model, load_text
+from pcomm.integration.llm.foreign_model import (
+    LoadedForeign,
+    adopt,
+    check_plain,
+    load_for_engine,
+    load_text_for_engine,
+)
+from pcomm.integration.llm.loading import LoadedModel, LoadedText
 from pcomm.integration.llm.open_requests import Delta, Generation, OpenRequests, StepEngine, joined
 from pcomm.integration.llm.weight_form import device_of, dtype_of, weight_form
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["LLM", "checked", "settings_of"]
 
@@ -47,14 +58,21 @@ class LLM:
     same calls in the same order.
 
     Args:
-        path: A run of `pcomm train`, or a Hugging Face directory.
+        path: A run of `pcomm train`, or a Hugging Face directory: of a family that pcomm has, or of
+            any other causal language model, which then runs by transformers and takes neither
+            ranks, `quantization` nor `batch_invariant`.
+        model: In the place of `path`, a causal language model of transformers in memory. Nothing of
+            it is copied; it is in evaluation mode until `close`, and its weights may change between
+            steps.
+        tokenizer: Fast tokenizer of `model`, of transformers.
         ranks: Number of processes that share each layer; 1 for this process alone.
         group: Tensor-parallel group of this process, whose ranks share each layer; None for none.
         dtype: Dtype of the weights: `float32`, `bfloat16`, `float16`, or `auto` for that of the
             directory and fp32 for a run.
         quantization: `int8` to keep the weights of linear layers as int8 with a scale for each
             output, which decodes one to four texts at once faster on a CPU; None for `dtype`.
-        device: Device of the model, such as `cpu` or `cuda:0`; with `ranks`, `cpu` or `cuda`.
+        device: Device of the model, such as `cpu` or `cuda:0`; with `ranks`, `cpu` or `cuda`. A
+            `model` stays where it is.
         max_model_len: Most tokens of a prompt and its text together; None for what the model was
             made for.
         memory_bytes: Bytes for keys, values and states of all requests, on all ranks together; None
@@ -71,24 +89,27 @@ class LLM:
             fp32, on one rank or two, without experts.
 
     Attributes:
-        path: Folder of the model.
+        path: Folder of the model; None for one that was in memory.
+        implementation: `pcomm` for a model of its own families, or `transformers`.
         loaded: The tokenizer and limits of the model, and, where it is on this process, the model.
         engine: The engine, for a program that makes the steps itself.
         max_model_len: Most tokens of a prompt and its text together.
         max_queued: Most requests that wait.
 
     Raises:
-        ConfigError: The folder holds no model, a value cannot be used, or so many ranks cannot
-            share the model; the last is found before a process is started.
-        UnsupportedError: The model of the directory is not supported, or not with
-            `batch_invariant`.
+        ConfigError: The folder holds no model, a value cannot be used, so many ranks cannot share
+            the model, which is found before a process is started, or the engine would not write
+            what the forward of a model of transformers says.
+        UnsupportedError: The model of the directory is not supported, or not with these arguments.
         PeerError: A rank ended while it loaded the model.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None = None,
         *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         ranks: int = 1,
         group: Group | None = None,
         dtype: str | torch.dtype = "auto",
@@ -120,22 +141,34 @@ class LLM:
                 fix="Leave one of them out.",
             )
         place, weights = device_of(device), dtype_of(dtype)
-        # Refused here rather than on a rank.
-        weight_form(quantization, place, batch_invariant=batch_invariant, ranks=ranks)
-        self.path = Path(path)
+        num_ranks = ranks if group is None else group.size
         self.max_queued = max_queued
         self._on_ranks: EngineOnRanks | None = None
-        here = None
-        if ranks == 1:
-            here = load_model(
-                self.path,
-                dtype=weights,
-                device=place,
-                group=group,
-                quantization=quantization,
-                batch_invariant=batch_invariant,
-            )
-        self.loaded: LoadedText = here or load_text(self.path, ranks=ranks)
+        loaded: LoadedText
+        here: LoadedModel | LoadedForeign | None = None
+        if path is None or model is not None or tokenizer is not None:
+            _check_in_memory(path, model, tokenizer, weights, place)
+            check_plain("LLM(model=...)", num_ranks, quantization, batch_invariant)
+            folder = None
+            loaded = here = adopt(model, tokenizer)
+            place = here.model.device
+        else:
+            # Refused here rather than on a rank.
+            weight_form(quantization, place, batch_invariant=batch_invariant, ranks=ranks)
+            folder = Path(path)
+            if ranks == 1:
+                here = load_for_engine(
+                    folder,
+                    dtype=weights,
+                    device=place,
+                    group=group,
+                    quantization=quantization,
+                    batch_invariant=batch_invariant,
+                )
+            loaded = here or load_text_for_engine(folder, ranks=ranks)
+        self.path, self.loaded = folder, loaded
+        self._foreign = here.model if isinstance(here, LoadedForeign) else None
+        self.implementation = "pcomm" if self._foreign is None else "transformers"
         self.max_model_len = max_model_len or self.loaded.max_tokens
         options = EngineOptions(
             max_model_len=self.max_model_len,
@@ -149,10 +182,15 @@ class LLM:
         )
         self.engine: StepEngine
         if here is not None:
-            self.engine = options.engine(here, agreed_bytes(place, memory_bytes, group), group)
+            try:
+                self.engine = options.engine(here, agreed_bytes(place, memory_bytes, group), group)
+            except BaseException:
+                self._give_back()
+                raise
         else:
+            assert folder is not None, "a model in memory is on this process"
             self.engine = self._on_ranks = EngineOnRanks(
-                self.path,
+                folder,
                 ranks=ranks,
                 dtype=weights,
                 quantization=quantization,
@@ -295,9 +333,13 @@ class LLM:
         return self._open.stats()
 
     def close(self) -> None:
-        """End all texts and free the memory of requests; a second call does nothing."""
+        """End all texts and free the memory of requests; a second call does nothing.
+
+        A model that was in memory is as it was before.
+        """
         self._is_closed = True
         self._open.close()
+        self._give_back()
 
     def __enter__(self) -> LLM:
         return self
@@ -309,6 +351,10 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _give_back(self) -> None:
+        if self._foreign is not None:
+            self._foreign.close()
 
     def _deltas(self, request: Request) -> Iterator[Delta]:
         name = request.request_id
@@ -349,6 +395,29 @@ class LLM:
                 why="close() has freed its memory.",
                 fix="Make a new LLM.",
             )
+
+
+def _check_in_memory(
+    path: object, model: object, tokenizer: object, dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Refuse arguments that say two things of where the model is, or nothing. Local."""
+    given = {"path": path, "model": model, "tokenizer": tokenizer}
+    present = " and ".join(name for name, value in given.items() if value is not None)
+    if path is not None or model is None:
+        raise ConfigError(
+            "LLM: path, model, tokenizer",
+            found=present or "none of them",
+            why="A folder has its tokenizer with it, and a model in memory is given with one.",
+            fix="Give the path of a folder, or `model=` and `tokenizer=`.",
+        )
+    own = getattr(model, "device", None)
+    if dtype is not None or (device.type != "cpu" and device != own):
+        raise ConfigError(
+            "LLM(model=...)",
+            found=f"dtype={dtype}" if dtype is not None else f"device={device}, and {own}",
+            why="A model in memory stays as it is.",
+            fix="Leave it out, or move the model yourself: `model.to(...)`.",
+        )
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

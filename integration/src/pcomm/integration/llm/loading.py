@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,12 +32,13 @@ from pcomm.integration.huggingface.chat_template import plain_chat
 from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.model_from import check_one_model, kept_directory
 from pcomm.integration.huggingface.tensors import DTYPES, dtypes_of
-from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
+from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids, vocabulary_json
 from pcomm.integration.llm.weight_form import WeightForm, weight_form
 from pcomm.integration.models.initialisation import SkipInit
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = [
+    "LEAST_CONTEXT",
     "LoadedModel",
     "LoadedText",
     "PromptTokenizer",
@@ -47,8 +47,8 @@ __all__ = [
     "load_text",
 ]
 
-# A model says how long its context is; one that does not is a run, or has no limit.
-_LEAST_CONTEXT = 2048
+LEAST_CONTEXT = 2048
+"""Longest sequence of a model that does not say what it was made for."""
 
 
 class PromptTokenizer(Protocol):
@@ -68,7 +68,7 @@ class PromptTokenizer(Protocol):
         ...
 
     def to_json(self) -> str:
-        """The content of `tokenizer.json`."""
+        """The vocabulary as the content of a `tokenizer.json`."""
         ...
 
 
@@ -234,7 +234,7 @@ def _directory(path: Path) -> _Source:
     directory = open_directory(path)
     found = read_model(directory)
     tokenizer, template = read_tokenizer(directory), read_chat_template(directory)
-    text = _text(path, tokenizer, template, found.max_tokens or _LEAST_CONTEXT, found.vocabulary)
+    text = _text(path, tokenizer, template, found.max_tokens or LEAST_CONTEXT, found.vocabulary)
 
     def fill(model: LanguageModel, group: Group | None, form: WeightForm | None) -> None:
         filled = None if form is None else form.filled(model)
@@ -258,7 +258,7 @@ def _run(path: Path) -> _Source:
             "`hf download NAME --local-dir DIR` makes one.",
         )
     config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
-    longest = max(config.train.sequence_length, _LEAST_CONTEXT)
+    longest = max(config.train.sequence_length, LEAST_CONTEXT)
     tokenizer, template = _run_text(path)
 
     def fill(model: LanguageModel, group: Group | None, form: WeightForm | None) -> None:
@@ -274,7 +274,10 @@ def _run(path: Path) -> _Source:
 
 def _not_a_model(path: Path) -> str:
     if path.is_dir():
-        return "neither a checkpoint of a run nor a config.json"
+        gguf = next((f", but {one.name}" for one in path.glob("*.gguf")), "")
+        return f"neither a checkpoint of a run nor a config.json{gguf}"
+    if path.suffix.lower() == ".gguf" and path.exists():
+        return "a GGUF file"
     return "a file" if path.exists() else "no such folder"
 
 
@@ -383,12 +386,5 @@ class RunTokenizer:
         return self._tokenizer.decode(ids)
 
     def to_json(self) -> str:
-        """The vocabulary as `tokenizer.json`, without the rule that cuts very long words.
-
-        Grammars need the bytes of each token alone, and their library cannot compile that rule.
-        """
-        content = json.loads(self._tokenizer.to_json())
-        steps = (content.get("pre_tokenizer") or {}).get("pretokenizers")
-        if steps:
-            content["pre_tokenizer"]["pretokenizers"] = [s for s in steps if s["type"] != "Split"]
-        return json.dumps(content)
+        """The vocabulary as `tokenizer.json`, see `vocabulary_json`."""
+        return vocabulary_json(self._tokenizer.to_json())

@@ -128,7 +128,9 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses={503: {"model": dict[str, str]}})
     async def health() -> JSONResponse:
         is_well, reason = service.health()
-        return JSONResponse({"status": reason}, status_code=200 if is_well else 503)
+        if not is_well:
+            return JSONResponse({"status": reason}, status_code=503)
+        return JSONResponse({"status": reason, "implementation": service.implementation})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 
-from pcomm.core.errors import ConfigError, PcommError
+from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
 from pcomm.inference import SamplingParams
 from pcomm.inference.engine import QueueFullError
 from pcomm.inference.sampling import CompiledGrammar, GrammarCompiler
 
 __all__ = ["GrammarPool"]
+
+_log = logging.getLogger("pcomm.serve")
 
 Key = tuple[str | None, str | None]
 
@@ -60,8 +63,14 @@ class GrammarPool:
         return sum(job.num_waiting for job in list(self._jobs.values()))
 
     async def load(self) -> None:
-        """Load what all grammars need, before the first client comes."""
-        await asyncio.to_thread(self._compiler.load)
+        """Load what all grammars need, before the first client comes.
+
+        Where that fails the first request with a grammar has the error, and others are served.
+        """
+        try:
+            await asyncio.to_thread(self._compiler.load)
+        except Exception as error:
+            _log.warning("no text can follow a grammar: %s", error)
 
     async def compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The grammar of some settings; None for settings without one. May be cancelled.
@@ -115,7 +124,8 @@ class GrammarPool:
                     job.result.set_result(grammar)
         except Exception as error:
             if not job.result.done():
-                job.result.set_exception(error)
+                is_library = isinstance(error, ValueError) and not isinstance(error, PcommError)
+                job.result.set_exception(_unreadable(error) if is_library else error)
         finally:
             self._forget(key, job)
 
@@ -132,6 +142,17 @@ class GrammarPool:
             why="Schemas that combine many patterns take time that doubles with each of them.",
             fix="Give a simpler schema, with fewer `pattern` under one `allOf`.",
         )
+
+
+def _unreadable(error: Exception) -> PcommError:
+    """The library of grammars says what it cannot read of a tokenizer by errors of its own."""
+    return UnsupportedError(
+        "SamplingParams: grammar",
+        found=f"{error}",
+        why="The bytes of each token are read from the tokenizer of the model, and not of this.",
+        fix="Ask without a grammar, or serve a model whose tokenizer has a byte-level decoder or "
+        "one with byte fallback.",
+    )
 
 
 def _busy(found: str) -> QueueFullError:

@@ -142,6 +142,11 @@ class Service:
         """State of the engine; called by the thread of the step loop alone."""
         return self._llm.stats()
 
+    @property
+    def implementation(self) -> str:
+        """What computes the model, see `LLM.implementation`."""
+        return self._llm.implementation
+
     def health(self) -> tuple[bool, str]:
         """Whether requests are answered, and why not."""
         if self.loop.error is not None:

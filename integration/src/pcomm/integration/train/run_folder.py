@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
@@ -209,6 +209,7 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         ConfigError: Another run has it; names its process and host.
         OSError: The folder cannot be written.
     """
+    is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / _NAME
     descriptor = _acquire(path)
@@ -222,6 +223,10 @@ def lock_run(run_dir: Path) -> Iterator[None]:
     finally:
         # Before the lock is given back: the next run would otherwise lose its name.
         path.unlink(missing_ok=True)
+        if is_new:
+            # A run that was refused has written nothing into it.
+            with suppress(OSError):
+                run_dir.rmdir()
         os.close(descriptor)
 
 
