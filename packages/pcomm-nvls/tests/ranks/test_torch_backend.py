@@ -91,7 +91,7 @@ def test_a_layer_that_calls_torch_distributed_takes_kernels_of_four_ranks(rank):
     check_layers(rank)
 
 
-@ranks(2)
+@ranks(2, leaves="torch keeps the meshes of DTensors in a cache")
 def test_a_dtensor_mlp_and_its_gradients_are_those_of_gloo(rank: int) -> None:
     # Two addends have one order, so sums of gloo and of kernels are equal bit for bit.
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -99,7 +99,9 @@ def test_a_dtensor_mlp_and_its_gradients_are_those_of_gloo(rank: int) -> None:
     found: dict[str, list[Any]] = {}
     with group_of() as nvls:
         for name, group in (("gloo", default_group()), ("nvls", nvls)):
-            model = parallelize_module(mlp(), DeviceMesh.from_group(group, "cpu"), plan)
+            # DTensor takes meshes of one name for the same, and the group of the first one.
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+            model = parallelize_module(mlp(), mesh, plan)
             with torch.no_grad():
                 served = model(x)
             given = x.clone().requires_grad_()
@@ -114,7 +116,7 @@ def test_a_dtensor_mlp_and_its_gradients_are_those_of_gloo(rank: int) -> None:
     assert all(map(torch.equal, found["nvls"], found["gloo"]))
 
 
-@ranks(2)
+@ranks(2, leaves="a thread of tqdm, which the compiler starts")
 def test_functional_collectives_and_compiled_ones_take_kernels(rank: int) -> None:
     x = torch.arange(16.0) + rank
 

@@ -121,7 +121,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
 
     def __init__(self, common: Any, backend_options: Any, options: Mapping[str, Any]) -> None:
         # The other form, with a store, makes an object that cannot be a subclass.
-        super().__init__(common.group_rank, common.group_size)
+        super().__init__(common.group_rank, common.group_size)  # type: ignore[call-arg]
         limit_s = common.timeout.total_seconds()
         self._options = {"timeout_s": limit_s, **options}
         self._store = common.store
@@ -149,7 +149,9 @@ class NvlsProcessGroup(dist.ProcessGroup):
 
     # -- what has kernels ----------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    # Torch's stubs name other arguments than its functions take; these pass on what comes.
+
+    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The sum of a tensor in its place, or another reduction; see `dist.all_reduce`."""
         x, opts = _only(tensors), _options(args, kwargs)
         if x is None:
@@ -174,7 +176,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
         call = _method(self._ordinary, "all_gather_single", "_allgather_base")
         return call(output, input, *args, **kwargs)
 
-    def reduce_scatter_single(
+    def reduce_scatter_single(  # type: ignore[override]
         self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """This rank's segment of a sum; see `dist.reduce_scatter_tensor`."""
@@ -191,7 +193,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
 
     # Functional collectives, and so DTensor, ask for several tensors, and have one.
 
-    def all_gather_single_coalesced(
+    def all_gather_single_coalesced(  # type: ignore[override]
         self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """All-gathers of several tensors; a single one as `all_gather_single` does it."""
@@ -203,7 +205,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
         self.passed["all_gather_coalesced", _SEVERAL] += 1
         return call(outputs, inputs, *args, **kwargs)
 
-    def reduce_scatter_single_coalesced(
+    def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Reduce-scatters of several tensors; a single one as `reduce_scatter_single` does it."""
@@ -217,9 +219,9 @@ class NvlsProcessGroup(dist.ProcessGroup):
 
     # The names before torch 2.13.
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     # -- lifetime ------------------------------------------------------------------------
 
