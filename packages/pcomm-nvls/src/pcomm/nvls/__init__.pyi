@@ -14,6 +14,8 @@ from pcomm.nvls.collectives.ragged import reduce_scatter_v as reduce_scatter_v
 from pcomm.nvls.collectives.reductions import all_reduce as all_reduce
 from pcomm.nvls.collectives.reductions import reduce_scatter_tensor as reduce_scatter_tensor
 from pcomm.nvls.operators import WorkspaceOperators as WorkspaceOperators
+from pcomm.nvls.torch_backend import NvlsProcessGroup as NvlsProcessGroup
+from pcomm.nvls.torch_backend import register_backend as register_backend
 from pcomm.nvls.workspace.workspace import Workspace as Workspace
 
 __version__: str
