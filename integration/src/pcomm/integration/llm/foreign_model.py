@@ -115,7 +115,7 @@ def load_for_engine(
     # multiplies with what packing leaves of it, a tensor without memory, without an error.
     adapter = ForeignModel(_read(path, config, dtype).to(device))  # type: ignore[arg-type]
     _log.info("%s runs by transformers' %s: %s", path, type(adapter.model).__name__, reason.found)
-    return LoadedForeign(**vars(replace(text, vocabulary=_width(adapter))), model=adapter)
+    return _loaded(replace(text, vocabulary=adapter.vocabulary), adapter)
 
 
 def load_text_for_engine(path: Path, *, ranks: int = 1) -> LoadedText:
@@ -167,9 +167,14 @@ def adopt(model: object, tokenizer: object) -> LoadedForeign:
         config,
         DirectoryTokenizer(own, _ends(adapter.model, tokenizer)),
         _template(tokenizer),
-        _width(adapter),
+        adapter.vocabulary,
     )
-    return LoadedForeign(**vars(text), model=adapter)
+    return _loaded(text, adapter)
+
+
+def _loaded(text: LoadedText, adapter: ForeignModel) -> LoadedForeign:
+    longest = min(text.max_tokens, adapter.max_tokens or text.max_tokens)
+    return LoadedForeign(**vars(replace(text, max_tokens=longest)), model=adapter)
 
 
 def check_plain(asked: str, ranks: int, quantization: str | None, batch_invariant: bool) -> None:
@@ -305,13 +310,6 @@ def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> Pr
         )
     found: PreTrainedModel = model.eval()
     return found
-
-
-def _width(adapter: ForeignModel) -> int:
-    """Number of logits of a token."""
-    return int(
-        adapter.logits_alone(torch.zeros(1, dtype=torch.int64, device=adapter.device)).shape[1]
-    )
 
 
 def _text(

@@ -53,6 +53,7 @@ class TransformersModel:
 
     Attributes:
         model: The model.
+        vocabulary: Number of logits of a token.
         max_tokens: Most tokens of a text that the model rotates by one table, where rotary
             positions depend on the longest text of a forward pass (`dynamic`, `longrope`); None
             elsewhere. Give it to the engine as `max_model_len`, or less.
@@ -97,7 +98,7 @@ class TransformersModel:
         tokens_T = torch.arange(1, 1 + _NUM_TOKENS, device=self.model.device)
         tokens_T %= embeddings.num_embeddings
         with self._plugged_in(), self._calls.being_found():
-            self._logits_alone(tokens_T)
+            self.vocabulary = self._logits_alone(tokens_T).shape[1]
         self._recurrent = tuple(find_recurrent_layers(self.model, tokens_T))
         self._find_first_position(tokens_T)
         if not self.memory_specs():
