@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -106,12 +107,33 @@ def test_what_is_refused_before_anything_is_sent(rank: int) -> None:
         (CommPolicy, {"prefetch": -1}),
         (CommPolicy, {"prefetch_backward": -1}),
         (CommPolicy, {"inflight_reduce": 0}),
+        (CommPolicy, {"prefetch": True}),
+        (CommPolicy, {"prefetch": 1.5}),
         (CommPolicy, {"separate": "no"}),
+        (CommPolicy, {"prefetch_bytes": -1}),
+        (CommPolicy, {"max_padding": math.nan}),
+        (CommPolicy, {"max_padding": 1.0}),
+        (Precision, {"param_dtype": torch.int32}),
+        (Precision, {"reduce_dtype": torch.complex64}),
+        (Precision, {"main_dtype": "float32"}),
     ],
 )
 def test_settings_that_cannot_be(kind: Callable[..., object], options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         kind(**options)
+
+
+@ranks(2)
+def test_a_limit_of_the_norm_that_cannot_be(rank: int) -> None:
+    with open_two() as groups:
+        model = SmallModel()
+        sharded = shard(model, groups)
+        step_on_tokens(model, sharded)
+        for limit in (-1.0, math.nan):
+            # Nothing is sent: one rank alone gets the error.
+            with pytest.raises(ConfigError, match="a limit that no norm can have"):
+                sharded.clip_grad_norm(limit)
+        sharded.clip_grad_norm(math.inf)
 
 
 # -- in the first step -----------------------------------------------------------------------

@@ -355,8 +355,8 @@ class FsdpRuntime:
             case "wait_gather":
                 group.unsharded.wait_gather()
             case "release":
-                group.unsharded.release()
                 group.unsharded.uninstall_checked()
+                group.unsharded.release()
             case "reduce":
                 group.gradients.reduce()
             case "wait_reduce":
