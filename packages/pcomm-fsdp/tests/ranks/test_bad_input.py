@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +20,14 @@ from fsdp_support.trainings import (
     step_on_tokens,
     throw,
 )
-from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, TopologyError
+from pcomm.core.errors import (
+    ConfigError,
+    DivergenceError,
+    PcommError,
+    PeerError,
+    PeerTimeoutError,
+    TopologyError,
+)
 from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.testing.on_ranks import ranks
@@ -121,6 +129,28 @@ def test_what_is_refused_before_anything_is_sent(rank: int) -> None:
 def test_settings_that_cannot_be(kind: Callable[..., object], options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         kind(**options)
+
+
+@ranks(2)
+def test_one_rank_alone_asks_for_the_whole_state(rank: int) -> None:
+    """The other one goes on with its step: both learn of it."""
+    limit, os.environ["PCOMM_TIMEOUT_S"] = os.environ.get("PCOMM_TIMEOUT_S"), "4"
+    try:
+        with open_two() as groups:
+            model = SmallModel()
+            sharded = shard(model, groups)
+            for _ in range(2):
+                step_on_tokens(model, sharded)
+            if rank == 1:
+                with pytest.raises(PeerTimeoutError, match="full_state_dict"):
+                    sharded.full_state_dict()
+            else:
+                with pytest.raises(PeerError, match=r"gather of .*full_state_dict"):
+                    step_on_tokens(model, sharded)
+    finally:
+        del os.environ["PCOMM_TIMEOUT_S"]
+        if limit is not None:
+            os.environ["PCOMM_TIMEOUT_S"] = limit
 
 
 @ranks(2)

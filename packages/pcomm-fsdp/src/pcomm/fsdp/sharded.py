@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.control.agreement import agree_in_group
+from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel import optimizers as squares
 from pcomm.fsdp.full_state import NameTable, load_whole, read_names, whole_state
@@ -258,19 +259,37 @@ class Sharded:
 
         Args:
             device: Device of the copies; None for that of the shards.
+
+        Raises:
+            PeerTimeoutError: Another rank does not call it within `PCOMM_TIMEOUT_S`.
         """
+        self._meet("full_state_dict")
         return whole_state(self.model, self._shards, self._guards.allowed, device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, by the names of the parameters. Collective; for inspection.
 
         Parameters that have none, such as frozen ones, are left out.
+
+        Raises:
+            PeerTimeoutError: Another rank does not call it within `PCOMM_TIMEOUT_S`.
         """
+        self._meet("full_gradients")
         return {
             name: gradient.clone()
             for shard in self._shards
             for name, gradient in shard.full_gradients()
         }
+
+    def _meet(self, asked: str) -> None:
+        """All ranks that gather together are here: elsewhere their gathers would be others."""
+        groups = {shard.plan.gather.ranks: shard.plan.gather for shard in self._shards}
+        try:
+            for group in groups.values():
+                agree_in_group(group, f"fsdp: {asked}", [])
+        except PcommError as problem:
+            self._runtime.tell_failure(str(problem))
+            raise
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's shard of an unsharded state dict, which every rank passes. Local.
