@@ -94,6 +94,14 @@ _SHIPPED = Fsdp2Form("fsdp2", "FSDP2")
 _BYTES = replace(_SHIPPED, key="fsdp2-bytes", name="FSDP2 + all-to-all reduce", reduce="all-to-all")
 _REDUCE = replace(_BYTES, key="fsdp2-reduce", name="FSDP2 + our reduce", reduce="pairs")
 _GATHER = replace(_REDUCE, key="fsdp2-gather", name="FSDP2 + our gather", gather="pairs")
+_ONE_CALL = replace(
+    _SHIPPED,
+    key="fsdp2-one-call",
+    name="FSDP2 + separate_communicators",
+    reduce="pairs",
+    gather="pairs",
+    reduce_on="reduce",
+)
 _AHEAD = replace(_GATHER, key="fsdp2-ahead", name="FSDP2 + prefetch lists", prefetch=1)
 _OVERLAP = replace(
     _AHEAD, key="fsdp2-overlap", name="FSDP2 + reduces under way", waits_for_reduce=False
@@ -114,6 +122,7 @@ _TWO_RAILS = OurForm("ours-2-rails", "pcomm, 2 groups, 2 rails", reduce_on="othe
 
 FORMS: tuple[Form, ...] = (
     _SHIPPED,
+    _ONE_CALL,
     _BYTES,
     _REDUCE,
     _GATHER,
@@ -140,6 +149,7 @@ THEIRS = tuple(form.name for form in FORMS if isinstance(form, Fsdp2Form))
 OURS = tuple(form.name for form in FORMS if isinstance(form, OurForm))
 
 CHANGES = (
+    Change("separate_communicators, one call", _ONE_CALL.name, FSDP2),
     # From FSDP2 as shipped to pcomm on two rails: the product is the whole gain.
     Change("half the bytes in reduces", _BYTES.name, FSDP2),
     Change("pairs in reduces", _REDUCE.name, _BYTES.name),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.assertions import assert_as_accurate
 from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.fsdp2_communicators import OwnReduceScatter, separate_communicators
 from pcomm.fsdp.settings import CommPolicy, Roles
 from pcomm.fsdp.sharded import Sharded
 
@@ -59,15 +59,13 @@ def _make_ours(form: OurForm, problem: BenchModel, groups: Mapping[str, Group]) 
 def _make_theirs(form: Fsdp2Form, problem: BenchModel, groups: Mapping[str, Group]) -> Training:
     own = groups["gather"]
     assert own.process_group is not None
-    reduce: Collectives | None = None
-    if form.reduce == "all-to-all":
-        reduce = _without_pairs(groups[form.reduce_on])
-    elif form.reduce == "pairs":
-        reduce = groups[form.reduce_on].collectives
+    reduce: Group | None = None if form.reduce == "torch" else groups[form.reduce_on]
+    if reduce is not None and form.reduce == "all-to-all":
+        reduce = reduce.with_collectives(_without_pairs(reduce))
     return Fsdp2(
         problem,
         own.process_group,
-        gather=own.collectives if form.gather == "pairs" else None,
+        gather=own if form.gather == "pairs" else None,
         reduce=reduce,
         prefetch=form.prefetch,
         waits_for_reduce=form.waits_for_reduce,
@@ -318,8 +316,8 @@ class Fsdp2(Training):
     Args:
         problem: The model.
         group: Its communicator.
-        gather: Collectives with the all-gather to use in place of torch's; None for torch's.
-        reduce: Collectives with the reduce-scatter to use in place of torch's; None for torch's.
+        gather: Group of the gathers in place of torch's; None for torch's.
+        reduce: Group of the reduces in place of torch's; None for torch's.
         prefetch: Units gathered ahead, by explicit lists; 0 leaves that to torch, which waits for
             each gather on a CPU.
         waits_for_reduce: True to wait for `reduce` before the next unit computes, False after the
@@ -332,8 +330,8 @@ class Fsdp2(Training):
         problem: BenchModel,
         group: dist.ProcessGroup,
         *,
-        gather: Collectives | None = None,
-        reduce: Collectives | None = None,
+        gather: Group | None = None,
+        reduce: Group | None = None,
         prefetch: int = 0,
         waits_for_reduce: bool = True,
         num_kept: int = 0,
@@ -346,15 +344,15 @@ class Fsdp2(Training):
         self.model = model
         # As shipped it gathers the unit again that it has just released.
         self._num_backward_gathers = problem.depth - num_kept
-        self._reduces = None if reduce is None else _ReduceScatter(reduce, waits_for_reduce)
         assert isinstance(model, FSDPModule)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # Torch exports no base class for them; it asks for no more than these methods.
-                if gather is not None:
-                    module.set_custom_all_gather(_AllGather(gather))  # type: ignore[arg-type]
-                if self._reduces is not None:
-                    module.set_custom_reduce_scatter(self._reduces)  # type: ignore[arg-type]
+        if gather is not None or reduce is not None:
+            separate_communicators(model, gather=gather, reduce=reduce)
+        self._late: _LateReduceScatter | None = None
+        if reduce is not None and not waits_for_reduce:
+            self._late = _LateReduceScatter(reduce)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(self._late)  # type: ignore[arg-type]
         units: list[Any] = list(model)
         for unit in units[problem.depth - num_kept :]:
             unit.set_reshard_after_forward(False)
@@ -366,8 +364,8 @@ class Fsdp2(Training):
         return self._num_backward_gathers
 
     def finish_backward(self) -> None:
-        if self._reduces is not None:
-            self._reduces.finish()
+        if self._late is not None:
+            self._late.finish()
 
     def shard_gradients(self) -> list[Tensor]:
         return [x.to_local() if isinstance(x, DTensor) else x for x in super().shard_gradients()]
@@ -380,69 +378,20 @@ class Fsdp2(Training):
         return found
 
 
-class _Gathering(dist.Work):
-    """A gather under way, as torch waits for it."""
-
-    def __init__(self, pending: Pending) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._pending.wait()
-        return True
-
-
-class _Allocates:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Allocates):
-    """Our all-gather behind torch's interface; whichever group torch names, ours is used."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if async_op:
-            pending = self._collectives.all_gather_async(input_tensor, out=output_tensor)
-            return _Gathering(pending)
-        self._collectives.all_gather(input_tensor, out=output_tensor)
-        return None
-
-
-class _ReduceScatter(_Allocates):
-    """Our reduce-scatter behind torch's interface; whichever group torch names, ours is used.
+class _LateReduceScatter(OwnReduceScatter):
+    """Our reduce-scatter, the last of which is under way until `finish`.
 
     Torch looks at the result only to make views of it, as long as it has neither to convert nor to
-    add it to an earlier one. So the last one may be under way until `finish`.
+    add it to an earlier one, which no model here needs.
     """
 
-    def __init__(self, collectives: Collectives, waits: bool) -> None:
-        self._collectives, self._waits = collectives, waits
-        self._last: tuple[Pending, Tensor, bool] | None = None
+    _last: tuple[Pending, Tensor, bool] | None = None
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        assert not async_op
-        pending = self._collectives.reduce_scatter_async(input_tensor, out=output_tensor)
+    def _reduce(self, output: Tensor, x: Tensor, *, is_mean: bool) -> None:
+        pending = self._collectives.reduce_scatter_async(x, out=output)
         # The new one is in the queue before the older one is waited for, as in pcomm.
         self.finish()
-        self._last = pending, output_tensor, op == dist.ReduceOp.AVG
-        if self._waits:
-            self.finish()
+        self._last = pending, output, is_mean
 
     def finish(self) -> None:
         """Wait for the last one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +20,14 @@ from fsdp_support.trainings import (
     step_on_tokens,
     throw,
 )
-from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, TopologyError
+from pcomm.core.errors import (
+    ConfigError,
+    DivergenceError,
+    PcommError,
+    PeerError,
+    PeerTimeoutError,
+    TopologyError,
+)
 from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.testing.on_ranks import ranks
@@ -106,12 +115,55 @@ def test_what_is_refused_before_anything_is_sent(rank: int) -> None:
         (CommPolicy, {"prefetch": -1}),
         (CommPolicy, {"prefetch_backward": -1}),
         (CommPolicy, {"inflight_reduce": 0}),
+        (CommPolicy, {"prefetch": True}),
+        (CommPolicy, {"prefetch": 1.5}),
         (CommPolicy, {"separate": "no"}),
+        (CommPolicy, {"prefetch_bytes": -1}),
+        (CommPolicy, {"max_padding": math.nan}),
+        (CommPolicy, {"max_padding": 1.0}),
+        (Precision, {"param_dtype": torch.int32}),
+        (Precision, {"reduce_dtype": torch.complex64}),
+        (Precision, {"main_dtype": "float32"}),
     ],
 )
 def test_settings_that_cannot_be(kind: Callable[..., object], options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         kind(**options)
+
+
+@ranks(2)
+def test_one_rank_alone_asks_for_the_whole_state(rank: int) -> None:
+    """The other one goes on with its step: both learn of it."""
+    limit, os.environ["PCOMM_TIMEOUT_S"] = os.environ.get("PCOMM_TIMEOUT_S"), "4"
+    try:
+        with open_two() as groups:
+            model = SmallModel()
+            sharded = shard(model, groups)
+            for _ in range(2):
+                step_on_tokens(model, sharded)
+            if rank == 1:
+                with pytest.raises(PeerTimeoutError, match="full_state_dict"):
+                    sharded.full_state_dict()
+            else:
+                with pytest.raises(PeerError, match=r"gather of .*full_state_dict"):
+                    step_on_tokens(model, sharded)
+    finally:
+        del os.environ["PCOMM_TIMEOUT_S"]
+        if limit is not None:
+            os.environ["PCOMM_TIMEOUT_S"] = limit
+
+
+@ranks(2)
+def test_a_limit_of_the_norm_that_cannot_be(rank: int) -> None:
+    with open_two() as groups:
+        model = SmallModel()
+        sharded = shard(model, groups)
+        step_on_tokens(model, sharded)
+        for limit in (-1.0, math.nan):
+            # Nothing is sent: one rank alone gets the error.
+            with pytest.raises(ConfigError, match="a limit that no norm can have"):
+                sharded.clip_grad_norm(limit)
+        sharded.clip_grad_norm(math.inf)
 
 
 # -- in the first step -----------------------------------------------------------------------

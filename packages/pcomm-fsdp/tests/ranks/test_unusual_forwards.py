@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,27 @@ def dataclasses_out(model: Model, x_BD: Tensor) -> Tensor:
     return second.y_BD + first.extra + second.extra
 
 
+class Held:
+    """An object that nothing knows about, with one more inside."""
+
+    __slots__ = ("extra", "inner")
+
+    def __init__(self, y_BD: Tensor, extra: Tensor) -> None:
+        self.inner, self.extra = SimpleNamespace(y_BD=y_BD, itself=self), extra
+
+
+def held(unit: Unit, x_BD: Tensor) -> Held:
+    return Held(x_BD @ unit.weight, unit.bias.square().sum())
+
+
+def objects_out(model: Model, x_BD: Tensor) -> object:
+    one, two = model.units
+    first = one(x_BD @ model.table)
+    second = two(first.inner.y_BD)
+    y_BD = (second.inner.y_BD + first.extra + second.extra) @ model.table
+    return type("Output", (), {"y_BD": y_BD})
+
+
 def lent(model: Model, x_BD: Tensor) -> Tensor:
     """The root's weight, in the root and, as an argument and a view, in units."""
     for unit in model.units:
@@ -233,6 +255,7 @@ GRAPHS: dict[str, Callable[[], Model]] = {
     "called often": lambda: Model(often, Unit(), Unit()),
     "some outputs": lambda: Model(some_outputs, Unit(both), Unit(both)),
     "dataclasses": lambda: Model(dataclasses_out, Unit(outcome), Unit(outcome)),
+    "objects": lambda: Model(objects_out, Unit(held), Unit(held)),
     "weights lent to units": lambda: Model(lent, Unit(with_loan), Unit(with_loan)),
     "lists and dicts that units fill": lambda: Model(
         collected, Unit(collecting), Unit(collecting), Unit(collecting)
@@ -257,7 +280,8 @@ def batch(step: int, micro: int, rank: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, x_BD: Tensor) -> Tensor:
-    return model(x_BD).square().mean()
+    found = model(x_BD)
+    return (found if isinstance(found, Tensor) else found.y_BD).square().mean()
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
@@ -294,3 +318,61 @@ def test_gradients_are_those_of_one_process(rank: int, strategy: str) -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=step == 0)
+
+
+class Hidden(nn.Module):
+    """Its loss is where no hook finds it: in what a function has closed over."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.unit, self.head = unit, nn.Linear(4, 4)
+
+    def forward(self, x_BD: Tensor) -> Callable[[], Tensor]:
+        loss = self.head(self.unit(x_BD)).square().mean()
+        return lambda: loss
+
+
+@ranks(2)
+def test_a_loss_that_no_hook_finds_reads_no_freed_memory(rank: int) -> None:
+    for kind in (nn.Linear(4, 4), nn.Bilinear(4, 4, 4), nn.Sequential(nn.Linear(4, 4))):
+        with open_two() as groups:
+            unit = Twice(kind) if isinstance(kind, nn.Bilinear) else kind
+            model = Hidden(unit)
+            shard(model, groups, units=[unit])
+            loss = model(torch.randn(3, 4))()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.inner(x_BD, x_BD)
+
+
+class Empty(nn.Module):
+    """All of its parameters are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return x_BD + self.none.sum()
+
+
+@ranks(2)
+def test_units_without_an_element(rank: int) -> None:
+    with open_two() as groups:
+        model, reference = (nn.Sequential(nn.Linear(4, 4), Empty()).double() for _ in "ab")
+        reference.load_state_dict(model.state_dict())
+        sharded = shard(model, groups, units=[nn.Linear, Empty])
+        for _ in range(2):
+            sharded.zero_grad()
+            reference.zero_grad()
+            for one in (model, reference):
+                one(torch.ones(2, 4).double()).sum().backward()
+        assert sharded.full_state_dict()["1.none"].shape == (0, 3)

@@ -18,6 +18,7 @@ from pcomm.core.memory.pools import PoolRegistry
 from pcomm.fsdp.full_state import materialise
 from pcomm.fsdp.plan.checks import check_model, check_settings
 from pcomm.fsdp.plan.group_plan import PlannedGroup, plan_groups
+from pcomm.fsdp.plan.unit_choice import choose_units
 from pcomm.fsdp.plan.units import ROOT, UnitModules, Units, find_units
 from pcomm.fsdp.registered_memory import PooledMemory, register_memory
 from pcomm.fsdp.runtime.fsdp_runtime import FsdpRuntime, Unit
@@ -45,7 +46,7 @@ def fully_shard(
     model: nn.Module,
     roles: Roles | DeviceMesh,
     *,
-    units: Units,
+    units: Units | None = None,
     scopes: Mapping[str, Scope] | None = None,
     reshard: ReshardPolicy = _ZERO3,
     comm: CommPolicy = _COMM,
@@ -69,7 +70,9 @@ def fully_shard(
             gathers and reduces.
         units: Modules, or classes of modules, that gather their parameters together; usually the
             block of the model. One class may be passed without a list. What is outside of them is
-            the root, gathered for the whole step.
+            the root, gathered for the whole step. None for what a model of transformers names in
+            `_no_split_modules`, or the blocks that any other model repeats; a log line and the
+            report say which.
         scopes: Parameters with groups of their own, by a name for them.
         reshard: Time until which parameters and gradients stay unsharded.
         comm: Communication over time.
@@ -98,13 +101,18 @@ def fully_shard(
         DivergenceError: Ranks shard different models, or the same in different ways.
     """
     scopes, roles = dict(scopes or {}), roles_from(roles)
+    choice = ""
+    if units is None and isinstance(model, nn.Module):
+        units, choice = choose_units(model)
+        _log.info("%s: %s", type(model).__name__, choice)
+    chosen: Units = () if units is None else units
     groups = [roles, *(scope.roles for scope in scopes.values())]
     peers = Peers([g for r in groups for g in (r.gather, r.replicate) if g is not None])
 
     def plan() -> _Planned:
         check_settings(reshard, comm, precision)
         target = check_model(model, roles, scopes, entry_points, device)
-        found = find_units(model, units)
+        found = find_units(model, chosen)
         default = Scope(lambda *_: True, roles, divisor, reshard)
         return found, plan_groups(found, default, scopes, comm, precision), target
 
@@ -130,7 +138,7 @@ def fully_shard(
     if any(unit.groups for unit in running):
         install_hooks(runtime, running[0], running[1:], entry_points)
     _close_with(groups, runtime)
-    return Sharded(model, runtime, _first_names(model, planned), separations, memory)
+    return Sharded(model, runtime, _first_names(model, planned), separations, memory, choice)
 
 
 def _agree(

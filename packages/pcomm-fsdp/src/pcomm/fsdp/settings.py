@@ -198,13 +198,30 @@ class CommPolicy:
         return max(self.prefetch, self.prefetch_backward or 0)
 
     def __post_init__(self) -> None:
-        if min(self.prefetch, self.prefetch_backward or 0) < 0 or self.inflight_reduce < 1:
+        depths = [(self.prefetch, 0), (self.inflight_reduce, 1)]
+        if self.prefetch_backward is not None:
+            depths.append((self.prefetch_backward, 0))
+        if not all(_is_whole(value, least) for value, least in depths):
             raise ConfigError(
                 f"CommPolicy(prefetch={self.prefetch}, inflight_reduce={self.inflight_reduce}, "
                 f"prefetch_backward={self.prefetch_backward})",
                 found="a depth that cannot be",
                 why="Nothing can be gathered before step 0, and a reduce needs a buffer to be in.",
-                fix="Use prefetch >= 0, prefetch_backward >= 0 and inflight_reduce >= 1.",
+                fix="Use integers: prefetch >= 0, prefetch_backward >= 0 and inflight_reduce >= 1.",
+            )
+        if self.prefetch_bytes is not None and not _is_whole(self.prefetch_bytes, 0):
+            raise ConfigError(
+                f"CommPolicy(prefetch_bytes={self.prefetch_bytes!r})",
+                found="no number of bytes",
+                why="It is the most that units gathered ahead may take.",
+                fix="Use an integer >= 0, or None for no limit.",
+            )
+        if not isinstance(self.max_padding, int | float) or not 0 <= self.max_padding < 1:
+            raise ConfigError(
+                f"CommPolicy(max_padding={self.max_padding!r})",
+                found="no fraction",
+                why="It is the part of a buffer that may be padding.",
+                fix="Use a number from 0 up to, and without, 1, such as 0.1.",
             )
         if self.separate not in ("auto", "always", "never"):
             raise ConfigError(
@@ -233,3 +250,19 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
     main_dtype: torch.dtype | None = None
     casts_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "main_dtype"):
+            value = getattr(self, name)
+            is_one = isinstance(value, torch.dtype) and value.is_floating_point
+            if value is not None and not (is_one and value.itemsize > 1):
+                raise ConfigError(
+                    f"Precision({name}={value!r})",
+                    found="no floating-point format of 16, 32 or 64 bits",
+                    why="Parameters and gradients are converted to it, gathered and summed in it.",
+                    fix="Use torch.float32, torch.bfloat16, torch.float16 or torch.float64.",
+                )
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from pcomm.core.control.agreement import agree_in_group
+from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel import optimizers as squares
 from pcomm.fsdp.full_state import NameTable, load_whole, read_names, whole_state
@@ -45,6 +47,7 @@ class Sharded:
         names: The first name of each parameter, by each of its names in the model.
         separations: Measurements of `separate="auto"`.
         memory: Registered memory of the groups, if there is any.
+        choice: The line about units that were found; empty if the caller named them.
 
     Attributes:
         model: The model that was sharded.
@@ -59,12 +62,13 @@ class Sharded:
         names: Mapping[str, str],
         separations: Sequence[Separation] = (),
         memory: PooledMemory | None = None,
+        choice: str = "",
     ) -> None:
         self.model = model
         self.plans: tuple[GroupPlan, ...] = tuple(shard.plan for shard in runtime.shards)
         self.separations = tuple(separations)
         self._runtime, self._names = runtime, dict(names)
-        self._memory = memory
+        self._memory, self._choice = memory, choice
         self._guards = Guards(model, runtime.shards)
 
     @property
@@ -210,7 +214,17 @@ class Sharded:
 
         Returns:
             The norm before, in fp64, the same on all ranks.
+
+        Raises:
+            ConfigError: The limit is negative, or no number; before anything is sent.
         """
+        if not max_norm >= 0:
+            raise ConfigError(
+                f"clip_grad_norm({max_norm!r})",
+                found="a limit that no norm can have",
+                why="Gradients are multiplied by the limit over their norm.",
+                fix="Pass a number >= 0; float('inf') leaves gradients as they are.",
+            )
         norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for shard in self._shards:
@@ -245,19 +259,37 @@ class Sharded:
 
         Args:
             device: Device of the copies; None for that of the shards.
+
+        Raises:
+            PeerTimeoutError: Another rank does not call it within `PCOMM_TIMEOUT_S`.
         """
+        self._meet("full_state_dict")
         return whole_state(self.model, self._shards, self._guards.allowed, device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, by the names of the parameters. Collective; for inspection.
 
         Parameters that have none, such as frozen ones, are left out.
+
+        Raises:
+            PeerTimeoutError: Another rank does not call it within `PCOMM_TIMEOUT_S`.
         """
+        self._meet("full_gradients")
         return {
             name: gradient.clone()
             for shard in self._shards
             for name, gradient in shard.full_gradients()
         }
+
+    def _meet(self, asked: str) -> None:
+        """All ranks that gather together are here: elsewhere their gathers would be others."""
+        groups = {shard.plan.gather.ranks: shard.plan.gather for shard in self._shards}
+        try:
+            for group in groups.values():
+                agree_in_group(group, f"fsdp: {asked}", [])
+        except PcommError as problem:
+            self._runtime.tell_failure(str(problem))
+            raise
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's shard of an unsharded state dict, which every rank passes. Local.
@@ -321,7 +353,8 @@ class Sharded:
         """
         from pcomm.fsdp.report import report_of
 
-        lines = [plan.describe() for plan in self.plans]
+        lines = [self._choice] if self._choice else []
+        lines += [plan.describe() for plan in self.plans]
         lines += [separation.describe() for separation in self.separations]
         if self._memory is not None:
             lines.append(self._memory.describe())

@@ -451,7 +451,10 @@ def plan_flat_layout(
     numels = [math.prod(shape) for shape in known]
     packed, end = _packed(numels, alignment)
     least = _round_up(-(-end // size), alignment)
-    if size == 1:
+    if size > 1:
+        # Also where no parameter has an element: what is cut has a length.
+        least = max(least, alignment)
+    else:
         return FlatLayout(known, packed, least, 1, True)
     rows = [max(1, row_length(shape)) for shape in known]
     limit = max(least, math.floor(least / (1 - max_padding)))

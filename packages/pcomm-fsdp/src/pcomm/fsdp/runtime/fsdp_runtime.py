@@ -223,6 +223,10 @@ class FsdpRuntime:
             reason = f"{reason}. {_SHAPES_OF_SHARDS}"
         self._stop(reason)
 
+    def tell_failure(self, reason: str) -> None:
+        """Have ranks that wait for this one stop with an error that says why. Local."""
+        self._peers.tell_failure(reason, round_number=self._round_number)
+
     def failure_or_departure(self) -> str | None:
         """Message of a rank that has failed since all ranks last went on together. Local.
 
@@ -355,8 +359,8 @@ class FsdpRuntime:
             case "wait_gather":
                 group.unsharded.wait_gather()
             case "release":
-                group.unsharded.release()
                 group.unsharded.uninstall_checked()
+                group.unsharded.release()
             case "reduce":
                 group.gradients.reduce()
             case "wait_reduce":

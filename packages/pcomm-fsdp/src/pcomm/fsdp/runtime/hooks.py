@@ -8,7 +8,13 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NoReturn
 
 import torch
@@ -260,13 +266,44 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    found = []
+def _tensors(value: Any, seen: dict[int, Any] | None = None) -> list[Tensor]:
+    """Tensors in containers, and in attributes of objects however deep. Local.
+
+    What a function has closed over, what a module holds and what an extension type hides is not
+    found.
+    """
+    found: list[Tensor] = []
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+            continue
+        if leaf is None or isinstance(leaf, _LEAVES):
+            continue
+        # Held, so that an id stands for one object.
+        seen = {} if seen is None else seen
+        if id(leaf) not in seen:
+            seen[id(leaf)] = leaf
+            found += _tensors(_attributes(leaf), seen)
+    return found
+
+
+_LEAVES = (
+    *(str, bytes, int, float, complex, torch.dtype, torch.device, torch.Size),
+    *(nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
+)
+
+
+def _attributes(value: object) -> list[Any]:
+    """All that an object, or a class in the place of one, holds in attributes of its own."""
+    if isinstance(value, type):
+        return [one for one in vars(value).values() if isinstance(one, Tensor)]
+    found = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            descriptor = kind.__dict__.get(name)
+            if isinstance(descriptor, MemberDescriptorType) and hasattr(value, name):
+                found.append(getattr(value, name))
     return found
 
 

@@ -136,6 +136,9 @@ class UnshardedParams:
         self._gather: Pending | None = None
         # The version of the shard that was gathered.
         self._version = shard.version
+        # What autograd has saved has the version of these, while they can be read.
+        self._versioned = views[0]
+        self._unreadable: torch.autograd._unsafe_preserve_version_counter | None = None
         self.has_memory = self._is_installed = True
         self.release()
         self.uninstall()
@@ -151,7 +154,9 @@ class UnshardedParams:
         own = self._shard.flat.to(self._plan.param_dtype)
         if self._plan.gather.size == 1:
             self.flat.copy_(own)
+            self._set_readable(True)
         else:
+            self._set_readable(False)
             gathers = self._plan.gather.collectives
             self._gather = gathers.all_gather_async(own, out=self.flat)
 
@@ -160,13 +165,30 @@ class UnshardedParams:
         if self._gather is not None:
             pending, self._gather = self._gather, None
             self._wait(pending, f"gather of {self._plan.name}")
+            self._set_readable(True)
 
     def release(self) -> None:
         """Free the memory; what autograd has saved of it is valid after the next gather."""
         assert self._gather is None
         if self.has_memory and not self._plan.is_one_buffer:
+            self._set_readable(False)
             self.flat.untyped_storage().resize_(0)
         self.has_memory = self._plan.is_one_buffer
+
+    def _set_readable(self, is_readable: bool) -> None:
+        """Let autograd read what it has saved of the memory, or have it refuse. Local.
+
+        A backward that reaches parameters by a tensor that no hook has seen would read memory that
+        was freed. Autograd compares versions before it reads, so they differ until the next gather.
+        """
+        if self._versioned.is_inference():
+            return
+        if not is_readable and self._unreadable is None:
+            self._unreadable = torch.autograd._unsafe_preserve_version_counter(self._versioned)
+            torch.autograd.graph.increment_version(self._versioned)
+        elif is_readable and self._unreadable is not None:
+            before, self._unreadable = self._unreadable, None
+            before.__exit__()
 
     def install(self) -> None:
         """Put the unsharded parameters into their modules."""
