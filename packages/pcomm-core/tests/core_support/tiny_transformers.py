@@ -283,6 +283,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 4,
         "mamba_headdim": 16,
         "attention_head_dim": 16,
+        "attention_hidden_size": 64,
         "mamba_expand": 2,
         "num_mem_blocks": 1,
         "hybrid_layer_ids": [1, 3],
