@@ -314,7 +314,8 @@ class ContextParallel:
                 )
             )
         if others:
-            exact = self._strategy if self._strategy in ("heads", "gather") else "state"
+            # Without a state, `state` is `heads`, or `gather` where they do not divide.
+            exact = "state" if self._strategy in ("auto", "docs") else self._strategy
             plans.append(make_plan(offsets, self._group, others, strategy=exact, **options))
         return tuple(plans)
 
