@@ -309,7 +309,8 @@ class RecurrentSocket:
         y = plan.from_heads(spec, y.flatten(1))
         if self._is_empty:
             y = torch.cat([y, y.new_zeros(1, y.shape[1])])
-        return y.unflatten(-1, (spec.output.num_heads, -1))[None]
+        found: Tensor = y.unflatten(-1, (spec.output.num_heads, -1))[None]
+        return found
 
     def _refused(self, found: str, why: str) -> UnsupportedError:
         return UnsupportedError(
