@@ -12,5 +12,7 @@ from pcomm.gdn_cp.specs import Spec as Spec
 from pcomm.gdn_cp.strategies.choice import Link as Link
 from pcomm.gdn_cp.strategies.head_share import HeadShare as HeadShare
 from pcomm.gdn_cp.strategies.strategy import StrategyName as StrategyName
+from pcomm.gdn_cp.transformers.context_parallel import ContextParallel as ContextParallel
+from pcomm.gdn_cp.transformers.context_parallel import context_parallel as context_parallel
 
 __version__: str

@@ -1,0 +1,89 @@
+"""Whole models of transformers over ranks: loss, logits and gradients as on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gdn_cp_support.foreign_models import (
+    ALL,
+    KINDS,
+    compare,
+    compare_with_alone,
+    rounding_errors,
+)
+from gdn_cp_support.planned_mixers import world
+from pcomm.core.groups.group import Group
+from pcomm.core.testing.on_ranks import ranks
+
+# Sums of some hundred fp32 numbers in another order, through a few layers. A token, a state or a
+# gradient that is lost changes the first or second digit.
+BOUND = 1e-4
+LENGTHS = (19, 8, 33)
+
+
+def cp() -> Group:
+    return Group.from_process_group("cp", world())
+
+
+def check(kind: str, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> None:
+    apart = compare(kind, cp(), lengths, **options)
+    assert max(apart.values()) < BOUND, (kind, options, apart)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in ALL if kind not in KINDS)],
+)
+@ranks(2)
+def test_loss_and_gradients_are_those_of_one_process(rank: int, kind: str) -> None:
+    check(kind)
+
+
+@ranks(2)
+def test_every_strategy_computes_the_same(rank: int) -> None:
+    """In fp64, but for decays, which transformers computes in fp32: so are their gradients."""
+    for strategy, layout in (
+        ("heads", "zigzag"),
+        ("docs", "contiguous"),
+        ("state", "zigzag"),
+        ("gather", "contiguous"),
+    ):
+        for kind in ("olmo_hybrid", "bamba"):
+            logits, gradients = compare_with_alone(
+                kind, cp(), LENGTHS, strategy=strategy, layout=layout
+            )
+            assert logits < 1e-10, (kind, strategy)
+            assert gradients < 1e-5, (kind, strategy)
+
+
+@ranks(3)
+def test_three_ranks(rank: int) -> None:
+    """They divide no heads, so attention gathers, and one rank has no document."""
+    check("qwen3_next", strategy="state")
+    check("bamba", (24, 24), strategy="docs")
+    check("gpt_oss", (7, 20), layout="contiguous")
+
+
+@ranks(4)
+def test_four_ranks(rank: int) -> None:
+    """More of them than key heads."""
+    check("llama", strategy="heads")
+    check("qwen3_5_text", (65,), strategy="state")
+    check("falcon_h1", strategy="heads")
+
+
+@ranks(2)
+def test_rows_of_one_length_and_layers_that_are_computed_again(rank: int) -> None:
+    check("olmo_hybrid", (20, 20, 20), is_packed=False)
+    check("gemma2", (20, 20), is_packed=False, layout="contiguous")
+    check("qwen3_next", is_checkpointed=True)
+
+
+@ranks(2)
+def test_rounding_to_bf16_is_that_of_one_process(rank: int) -> None:
+    for kind in ("llama", "qwen3_next", "mamba2"):
+        ours, alone = rounding_errors(kind, cp(), LENGTHS)
+        # Half of each sum is rounded before it is added up, one rounding of bf16 more.
+        assert ours <= 2 * alone + 2**-8, kind
