@@ -16,6 +16,7 @@ from face_pages import face_pages
 from pcomm.core import environment
 from pcomm.integration.config.sections import SECTIONS, keys, toml_value
 from repository import ROOT
+from works_with import works_with_page
 
 DOCS = ROOT / "docs"
 
@@ -100,6 +101,7 @@ def pages() -> dict[str, str]:
     return {
         "reference/environment.md": ENVIRONMENT + environment.table() + _others(),
         "reference/configuration.md": CONFIGURATION + "\n".join(_configuration_lines()) + "\n",
+        "reference/works-with.md": works_with_page(),
         **face_pages(),
     }
 

@@ -1,7 +1,7 @@
 """The page that lists which models of transformers run with which package.
 
-The outcomes are in `works_with.json` beside the models of the tests; the long forms of the tests of
-each package run every family and compare. `reference_pages.py` writes the page.
+The outcomes are in `works_with.json` beside the models of the tests: what programs found that ran
+every family through the long form of the package's test. `reference_pages.py` writes the page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD = """\
 
 Which architectures run with which package, unchanged: models with random weights of some thousand
 parameters, by transformers {transformers} and torch {torch} on CPU, {date}. *Equal* are those whose
-result is that of the model alone; each other one is refused before anything is computed.
+result is that of the model alone; *refused* are those for which the call raises before it computes.
 
 """
 
@@ -35,7 +35,7 @@ def works_with_page() -> str:
 
 def _section(name: str, call: str, means: str, outcomes: Mapping[str, str]) -> str:
     equal = [family for family, outcome in outcomes.items() if outcome == "equal"]
-    lines = [f"## {name}", "", f"`{call}`. {means}", ""]
+    lines = [f"## {name}", "", f"`{call}`. {means}.", ""]
     lines += [f"**Equal ({len(equal)})**: {', '.join(sorted(equal))}.", ""]
     return "\n".join([*lines, *_others(outcomes)])
 
@@ -48,5 +48,7 @@ def _others(outcomes: Mapping[str, str]) -> Iterator[str]:
             by_reason.setdefault(outcome, []).append(family)
     for outcome, families in sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0])):
         kind, _, reason = outcome.partition(": ")
-        yield f"- **{kind.capitalize()}**, {reason}: {', '.join(families)}."
+        # How many were not tried says enough of those.
+        listed = ", ".join(families) if kind != "not tried" else str(len(families))
+        yield f"- **{kind.capitalize()}**, {reason}: {listed}."
     yield ""
