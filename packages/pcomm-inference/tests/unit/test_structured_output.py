@@ -7,7 +7,9 @@ import sys
 
 import jsonschema
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders
 
 from inference_support.trained_tokenizers import Tokens, byte_level
 from pcomm.core.errors import ConfigError, UnsupportedError
@@ -262,8 +264,15 @@ def test_what_is_missing_is_an_error_of_requests_with_a_grammar_alone(tokens, mo
         encode, decode = tokens.encode, tokens.decode
 
     endless = Tokens(tokens.tokenizer, eos_ids=())
-    wrong = [(None, ConfigError, "without tokenizer"), (Bare(), UnsupportedError, "to_json")]
-    for tokenizer, kind, text in [*wrong, (endless, ConfigError, "end token")]:
+    undecoded = Tokens(tokenizers.Tokenizer.from_str(tokens.tokenizer.to_str()))
+    undecoded.tokenizer.decoder = decoders.WordPiece()
+    wrong = [
+        (None, ConfigError, "without tokenizer"),
+        (Bare(), UnsupportedError, "to_json"),
+        (endless, ConfigError, "end token"),
+        (undecoded, UnsupportedError, "llguidance does not read"),
+    ]
+    for tokenizer, kind, text in wrong:
         compiler = GrammarCompiler(tokenizer, VOCABULARY)
         assert compiler.compile(SamplingParams()) is None
         with pytest.raises(kind, match=text):

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
+from pcomm.core.errors import ConfigError, PcommError
 from pcomm.inference import SamplingParams
 from pcomm.inference.engine import QueueFullError
 from pcomm.inference.sampling import CompiledGrammar, GrammarCompiler
@@ -124,8 +124,7 @@ class GrammarPool:
                     job.result.set_result(grammar)
         except Exception as error:
             if not job.result.done():
-                is_library = isinstance(error, ValueError) and not isinstance(error, PcommError)
-                job.result.set_exception(_unreadable(error) if is_library else error)
+                job.result.set_exception(error)
         finally:
             self._forget(key, job)
 
@@ -142,17 +141,6 @@ class GrammarPool:
             why="Schemas that combine many patterns take time that doubles with each of them.",
             fix="Give a simpler schema, with fewer `pattern` under one `allOf`.",
         )
-
-
-def _unreadable(error: Exception) -> PcommError:
-    """The library of grammars says what it cannot read of a tokenizer by errors of its own."""
-    return UnsupportedError(
-        "SamplingParams: grammar",
-        found=f"{error}",
-        why="The bytes of each token are read from the tokenizer of the model, and not of this.",
-        fix="Ask without a grammar, or serve a model whose tokenizer has a byte-level decoder or "
-        "one with byte fallback.",
-    )
 
 
 def _busy(found: str) -> QueueFullError:

@@ -153,7 +153,16 @@ class GrammarCompiler:
                 fix="In a checkout run `python3 -m pip install "
                 f"{what_to_install('pcomm-inference', 'structured')}`.",
             ) from error
-        return LLTokenizer(tokenizer.to_json(), self._vocabulary, list(tokenizer.eos_ids))
+        try:
+            return LLTokenizer(tokenizer.to_json(), self._vocabulary, list(tokenizer.eos_ids))
+        except ValueError as error:
+            raise UnsupportedError(
+                f"SamplingParams: {name}",
+                found=f"llguidance does not read the tokenizer of the model: {error}",
+                why="The tokens that a grammar allows are found by their bytes.",
+                fix="Ask without a grammar, or serve a model whose tokenizer has a byte-level "
+                "decoder or one with byte fallback.",
+            ) from error
 
     def _checked_tokenizer(self, name: str) -> JsonTokenizer:
         tokenizer = self._tokenizer
