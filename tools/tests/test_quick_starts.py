@@ -115,8 +115,8 @@ def test_readmes_continue_prompts_with_the_run_that_they_have_made_before(folder
     assert main([*command, run, *(word for key in smaller for word in ("--set", key))]) == 0
     for name in ("README.md", "integration/README.md"):
         page = (ROOT / name).read_text()
-        (alone,) = (block.text for block in blocks(page, "python") if "llm.generate" in block.text)
-        assert re.findall(r'LLM\("(.+?)"', alone) == [run]
+        texts = (block.text for block in blocks(page, "python"))
+        (alone,) = (text for text in texts if re.findall(r'LLM\("(.+?)"', text) == [run])
         capsys.readouterr()
         execute(alone)
         assert capsys.readouterr().out.strip(), name

@@ -112,7 +112,6 @@ def test_what_is_refused(rank: int) -> None:
             (["Linear"], "a str"),
             ([int], "a type"),
             (nn.Linear(2, 2), "a Linear"),
-            (None, "a NoneType"),
         ):
             with pytest.raises(ConfigError, match=rf"units(.|\n)*{message}(.|\n)*Pass a list"):
                 fully_shard(built(), roles, units=wrong)

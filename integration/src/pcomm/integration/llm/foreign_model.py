@@ -17,8 +17,8 @@ import torch
 
 from pcomm.core import Group
 from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
+from pcomm.inference import TransformersModel
 from pcomm.inference.roofline import StepWeights
-from pcomm.inference.transformers import TransformersModel
 from pcomm.integration.huggingface import (
     ChatTemplate,
     DirectoryTokenizer,
