@@ -100,6 +100,12 @@ class ServeCommand:
             served = create_app(llm, settings)
             if llm.implementation != "pcomm":
                 print(f"{settings.model_name} runs by {llm.implementation}", file=sys.stderr)
+            if llm.defaults.fields:
+                print(
+                    f"{settings.model_name}: {llm.defaults} by its generation_config.json, where "
+                    "a request has no such field",
+                    file=sys.stderr,
+                )
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
             serve(served, bound)
             print_summary(llm)

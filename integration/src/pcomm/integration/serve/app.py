@@ -100,6 +100,8 @@ def _add_model_routes(app: FastAPI, service: Service, llm: LLM) -> None:
         "created": created,
         "owned_by": "pcomm",
         "max_model_len": llm.max_model_len,
+        # As this server has them for requests without the fields: none are those of OpenAI's API.
+        "default_sampling_params": dict(llm.defaults.fields),
     }
 
     @app.post("/v1/completions", responses=_ERRORS)

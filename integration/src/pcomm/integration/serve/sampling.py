@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pcomm.inference import SamplingParams
+from pcomm.integration.llm.generation_defaults import GenerationDefaults
 from pcomm.integration.serve.api_error import ApiError, no_such_model
 from pcomm.integration.serve.request_bodies import (
     ChatRequest,
@@ -79,27 +80,33 @@ def check_prompt_ids(prompt: Sequence[int], vocabulary: int) -> None:
         raise _invalid("prompt", f"prompt: {known}, and not {wrong[0]}.")
 
 
-def completion_params(request: CompletionRequest, room: int) -> list[SamplingParams]:
+def completion_params(
+    request: CompletionRequest, room: int, defaults: GenerationDefaults
+) -> list[SamplingParams]:
     """Settings of each of the `n` texts of one prompt. Local.
 
     Args:
         request: The fields.
         room: Most tokens that may follow the prompt.
+        defaults: Settings for the fields that it has not.
 
     Raises:
         PcommError: A value cannot be used.
     """
-    limit = request.max_tokens or _COMPLETION_TOKENS
-    return _params(request, min(limit, room), logprobs=request.logprobs)
+    limit = request.max_tokens or defaults.fields.get("max_tokens", _COMPLETION_TOKENS)
+    return _params(request, min(limit, room), defaults, logprobs=request.logprobs)
 
 
-def chat_params(request: ChatRequest, room: int, stop: tuple[str, ...]) -> list[SamplingParams]:
+def chat_params(
+    request: ChatRequest, room: int, stop: tuple[str, ...], defaults: GenerationDefaults
+) -> list[SamplingParams]:
     """Settings of each of the `n` answers. Local.
 
     Args:
         request: The fields.
         room: Most tokens that may follow the conversation.
         stop: Strings that end an answer of this model beside those that are asked for.
+        defaults: Settings for the fields that it has not.
 
     Raises:
         ApiError: `top_logprobs` without `logprobs`, or two different limits of tokens.
@@ -114,10 +121,11 @@ def chat_params(request: ChatRequest, room: int, stop: tuple[str, ...]) -> list[
             "max_tokens is the older name of max_completion_tokens; with different values it is "
             "not clear which one is meant. Send one of them.",
         )
-    limit = request.max_completion_tokens or request.max_tokens or room
+    limit = request.max_completion_tokens or request.max_tokens
     return _params(
         request,
-        min(limit, room),
+        min(limit or defaults.fields.get("max_tokens", room), room),
+        defaults,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         json_schema=_schema(request),
         more_stop=stop,
@@ -140,6 +148,7 @@ def _schema(request: ChatRequest) -> str | None:
 def _params(
     fields: RequestFields,
     max_tokens: int,
+    defaults: GenerationDefaults,
     *,
     logprobs: int | None,
     json_schema: str | None = None,
@@ -147,16 +156,19 @@ def _params(
 ) -> list[SamplingParams]:
     given = {name: getattr(fields, name) for name in _SAME_NAMES}
     given |= {"logprobs": logprobs, "json_schema": json_schema}
-    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    stop = defaults.fields.get("stop", ()) if fields.stop is None else fields.stop
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
     settings: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
     settings |= {
         "max_tokens": max_tokens,
-        "min_tokens": min(fields.min_tokens or 0, max_tokens),
         "stop": stop + tuple(text for text in more_stop if text not in stop),
         "logit_bias": {int(token): bias for token, bias in (fields.logit_bias or {}).items()},
     }
+    if fields.min_tokens is not None:
+        settings["min_tokens"] = min(fields.min_tokens, max_tokens)
     # Without a seed each request is drawn anew, and each of its texts is another one.
     seed = secrets.randbelow(_SEEDS) if fields.seed is None else fields.seed
     return [
-        SamplingParams(**settings, seed=(seed + place) % _SEEDS) for place in range(fields.n or 1)
+        defaults.params(settings | {"seed": (seed + place) % _SEEDS})
+        for place in range(fields.n or 1)
     ]

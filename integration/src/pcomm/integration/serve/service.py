@@ -108,7 +108,8 @@ class Service:
         self._check_texts(len(prompts), body)
         work = asyncio.to_thread(self._encode, prompts)
         ids = await unless_gone(http.receive, work)
-        params = [completion_params(body, self._room(one, "prompt")) for one in ids]
+        defaults = self._llm.defaults
+        params = [completion_params(body, self._room(one, "prompt"), defaults) for one in ids]
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         reply = CompletionReply(
             answer_id, **self._envelope(body, sum(map(len, params)), body.logprobs is not None)
@@ -125,7 +126,8 @@ class Service:
             ids = await unless_gone(http.receive, asyncio.to_thread(loaded.chat_ids, messages))
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-        params = chat_params(body, self._room(ids, "messages"), loaded.chat_stop)
+        room, defaults = self._room(ids, "messages"), self._llm.defaults
+        params = chat_params(body, room, loaded.chat_stop, defaults)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         reply = ChatReply(answer_id, **self._envelope(body, len(params), bool(body.logprobs)))
         return await self._answer(answer_id, [ids], [params], body, reply, http)
