@@ -381,7 +381,7 @@ def test_an_error_is_of_the_type_that_was_given(hybrid, fields, message):
         b'{"model": "tiny", "prompt": [-1]}',
         b'{"model": "tiny", "prompt": [999999]}',
         b'{"model": "tiny", "prompt": "a", "stop": [""]}',
-        b'{"model": "tiny", "prompt": "a", "echo": true}',
+        b'{"model": "tiny", "prompt": "a", "max_tokens": 0}',
         b'{"model": "tiny", "prompt": ["a", "a"], "n": 65}',
     ],
 )

@@ -181,9 +181,9 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class CompletionRequest(RequestFields):
-    """Continue one prompt or several, each `n` times.
+    """Continue one prompt or several, each `n` times; with `echo` also by no token.
 
-    `echo`, `best_of` and `suffix` take the values that ask for nothing.
+    `best_of` and `suffix` take the values that ask for nothing.
     """
 
     prompt: (
@@ -192,8 +192,9 @@ class CompletionRequest(RequestFields):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_CHOICES)]
     )
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
@@ -209,7 +210,7 @@ class CompletionRequest(RequestFields):
 
 _UNSUPPORTED = frozenset(
     (
-        *("audio", "best_of", "echo", "function_call", "functions", "modalities", "moderation"),
+        *("audio", "best_of", "function_call", "functions", "modalities", "moderation"),
         *("prediction", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
         *("service_tier", "store", "suffix", "tool_calls", "tool_call_id", "tool_choice", "tools"),
         *("verbosity", "web_search_options"),

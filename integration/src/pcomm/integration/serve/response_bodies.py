@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import tokenizers
 from pcomm.inference import RequestOutput
 from pcomm.inference.sampling import TokenLogprobs
 
-__all__ = ["ChatReply", "CompletionReply", "Reply", "TokenTexts", "Usage"]
+__all__ = ["ChatReply", "CompletionReply", "PromptEcho", "Reply", "TokenTexts", "Usage"]
 
 Part = dict[str, Any]
 
@@ -80,14 +81,49 @@ class _Envelope:
         return self._part(self.kind) | {"choices": choices, "usage": usage.to_json()}
 
 
+@dataclass(frozen=True)
+class PromptEcho:
+    """A prompt that stands before its text in the answer.
+
+    Attributes:
+        text: The prompt.
+        token_ids: Its tokens.
+        is_alone: True for a request without tokens to write; the engine writes one all the same.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    is_alone: bool
+
+
 class CompletionReply(_Envelope):
-    """Answers of `/v1/completions`; see `_Envelope` for the arguments."""
+    """Answers of `/v1/completions`; see `_Envelope` for the other arguments.
+
+    Args:
+        answer_id: Field `id`.
+        model: Field `model`.
+        texts: Texts of single tokens.
+        echoes: What stands before each text; empty for answers without the prompts.
+    """
 
     kind = chunk_kind = "text_completion"
 
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        texts: TokenTexts,
+        *,
+        echoes: Sequence[PromptEcho] = (),
+        **envelope: Any,
+    ) -> None:
+        super().__init__(answer_id, model, texts, **envelope)
+        self._echoes = dict(enumerate(echoes))
+
     def chunks(self, place: int, output: RequestOutput) -> list[Part]:
         """See `Reply`."""
-        if not (output.text or output.finish_reason or output.logprobs):
+        is_echoed = place in self._echoes
+        if not (output.text or output.finish_reason or output.logprobs or is_echoed):
             return []
         return [self._chunk(self._choice(place, [output]))]
 
@@ -98,28 +134,43 @@ class CompletionReply(_Envelope):
 
     def _choice(self, place: int, outputs: Sequence[RequestOutput]) -> Part:
         entries = [entry for output in outputs for entry in output.logprobs]
+        text = "".join(output.text for output in outputs)
+        reason: str | None = outputs[-1].finish_reason if outputs else None
+        first: Sequence[int] = ()
+        if outputs and (echo := self._echoes.pop(place, None)) is not None:
+            if echo.is_alone:
+                text, entries, reason = "", [], "length"
+            text, first = echo.text + text, echo.token_ids[:1]
+            entries = [entry for output in outputs for entry in output.prompt_logprobs] + entries
         return {
             "index": place,
-            "text": "".join(output.text for output in outputs),
-            "logprobs": self._logprobs(place, entries) if self._has_logprobs else None,
-            "finish_reason": outputs[-1].finish_reason if outputs else None,
+            "text": text,
+            "logprobs": self._logprobs(place, entries, first) if self._has_logprobs else None,
+            "finish_reason": reason,
         }
 
-    def _logprobs(self, place: int, entries: Sequence[TokenLogprobs]) -> Part:
-        tokens = [self._texts.text_of(entry.token_id) for entry in entries]
-        offsets = []
-        for token in tokens:
+    def _logprobs(self, place: int, entries: Sequence[TokenLogprobs], first: Sequence[int]) -> Part:
+        """The field `logprobs`, with tokens before the entries, which have none."""
+        ids, offsets = [*first, *(entry.token_id for entry in entries)], []
+        nothing = [None] * len(first)
+        for token in ids:
             offsets.append(self._lengths[place])
-            self._lengths[place] += len(token)
+            # A special token is named, and no part of the text.
+            if not self._texts.is_special(token):
+                self._lengths[place] += len(self._texts.text_of(token))
         return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {self._texts.text_of(token): _finite(value) for token, value in entry.top.items()}
-                for entry in entries
-            ],
+            "tokens": [self._texts.text_of(token) for token in ids],
+            "token_logprobs": [*nothing, *(_finite(entry.logprob) for entry in entries)],
+            "top_logprobs": [*nothing, *map(self._top, entries)],
             "text_offset": offsets,
         }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, value in entry.top.items():
+            # Parts of characters have one text; the likeliest of them, which comes first, keeps it.
+            found.setdefault(self._texts.text_of(token), _finite(value))
+        return found
 
 
 class ChatReply(_Envelope):
@@ -193,15 +244,16 @@ class Usage:
 
     Args:
         prompt_lengths: Number of tokens of each prompt, once however many texts continue it.
+        has_text: False for prompts that are not continued.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int]) -> None:
-        self._prompt, self._written = sum(prompt_lengths), 0
+    def __init__(self, prompt_lengths: Sequence[int], *, has_text: bool = True) -> None:
+        self._prompt, self._written, self._has_text = sum(prompt_lengths), 0, has_text
         self._cached: dict[int, int] = {}
 
     def add(self, place: int, output: RequestOutput) -> None:
         """Count one output of the text number `place`."""
-        self._written += len(output.token_ids)
+        self._written += len(output.token_ids) if self._has_text else 0
         self._cached[place] = output.cached_tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -230,7 +282,9 @@ class TokenTexts:
     def __init__(self, tokenizer_json: str) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
         content = json.loads(tokenizer_json)
-        self._added = {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
+        added = content.get("added_tokens") or ()
+        self._added = {one["id"]: one["content"] for one in added}
+        self._special = {one["id"] for one in added if one.get("special")}
         self._is_byte_level = '"ByteLevel"' in tokenizer_json
         self._bytes = {character: byte for byte, character in _byte_alphabet().items()}
 
@@ -246,6 +300,10 @@ class TokenTexts:
         if single := _BYTE.fullmatch(name):
             return bytes([int(single[1], 16)])
         return str(name).replace(_BLANK, " ").encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a text leaves the token out."""
+        return token_id in self._special
 
     def text_of(self, token_id: int) -> str:
         """The text of a token; bytes that are no whole character become U+FFFD."""

@@ -91,10 +91,20 @@ def completion_params(
         defaults: Settings for the fields that it has not.
 
     Raises:
+        ApiError: `max_tokens` of 0 without `echo`.
         PcommError: A value cannot be used.
     """
-    limit = request.max_tokens or defaults.fields.get("max_tokens", _COMPLETION_TOKENS)
-    return _params(request, min(limit, room), defaults, logprobs=request.logprobs)
+    limit = request.max_tokens
+    if limit == 0 and not request.echo:
+        raise _invalid("max_tokens", "max_tokens of 0 is for requests with echo=true.")
+    if limit is None:
+        limit = defaults.fields.get("max_tokens", _COMPLETION_TOKENS)
+    # The engine gives the log-probabilities of a prompt with the first token behind it.
+    limit = min(max(limit, 1), room)
+    prompt_logprobs = request.logprobs if request.echo else None
+    return _params(
+        request, limit, defaults, logprobs=request.logprobs, prompt_logprobs=prompt_logprobs
+    )
 
 
 def chat_params(
@@ -151,11 +161,12 @@ def _params(
     defaults: GenerationDefaults,
     *,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     json_schema: str | None = None,
     more_stop: tuple[str, ...] = (),
 ) -> list[SamplingParams]:
     given = {name: getattr(fields, name) for name in _SAME_NAMES}
-    given |= {"logprobs": logprobs, "json_schema": json_schema}
+    given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "json_schema": json_schema}
     stop = defaults.fields.get("stop", ()) if fields.stop is None else fields.stop
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     settings: dict[str, Any] = {k: value for k, value in given.items() if value is not None}

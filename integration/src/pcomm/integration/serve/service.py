@@ -36,6 +36,7 @@ from pcomm.integration.serve.request_bodies import (
 from pcomm.integration.serve.response_bodies import (
     ChatReply,
     CompletionReply,
+    PromptEcho,
     Reply,
     TokenTexts,
     Usage,
@@ -111,10 +112,11 @@ class Service:
         defaults = self._llm.defaults
         params = [completion_params(body, self._room(one, "prompt"), defaults) for one in ids]
         answer_id = f"cmpl-{uuid.uuid4().hex}"
-        reply = CompletionReply(
-            answer_id, **self._envelope(body, sum(map(len, params)), body.logprobs is not None)
-        )
-        return await self._answer(answer_id, ids, params, body, reply, http)
+        echoes = self._echoes(prompts, ids, body) if body.echo else []
+        envelope = self._envelope(body, sum(map(len, params)), body.logprobs is not None)
+        reply = CompletionReply(answer_id, echoes=echoes, **envelope)
+        usage = Usage([len(one) for one in ids], has_text=body.max_tokens != 0)
+        return await self._answer(answer_id, ids, params, body, reply, usage, http)
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
         """Answer `/v1/chat/completions`."""
@@ -130,7 +132,7 @@ class Service:
         params = chat_params(body, room, loaded.chat_stop, defaults)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         reply = ChatReply(answer_id, **self._envelope(body, len(params), bool(body.logprobs)))
-        return await self._answer(answer_id, [ids], [params], body, reply, http)
+        return await self._answer(answer_id, [ids], [params], body, reply, Usage([len(ids)]), http)
 
     async def metrics_text(self) -> bytes:
         """The metrics; those of the last scrape of the engine while a step does not return."""
@@ -168,6 +170,7 @@ class Service:
         params: Sequence[Sequence[SamplingParams]],
         body: RequestFields,
         reply: Reply,
+        usage: Usage,
         http: HttpRequest,
     ) -> Response:
         pairs = [
@@ -179,7 +182,6 @@ class Service:
             Request(f"{answer_id}-{place}", ids, one, grammar=grammar)
             for place, (ids, one) in enumerate(pairs)
         ]
-        usage = Usage([len(ids) for ids in prompts])
         stream = self.streams.open(requests)
         try:
             await unless_gone(http.receive, stream.submit())
@@ -223,6 +225,17 @@ class Service:
                 check_prompt_ids(prompt, loaded.vocabulary)
                 ids.append(prompt)
         return ids
+
+    def _echoes(
+        self, prompts: Sequence[str | list[int]], ids: Sequence[list[int]], body: CompletionRequest
+    ) -> list[PromptEcho]:
+        """What stands before each text: its prompt as it was sent, or the text of its ids."""
+        decode = self._llm.loaded.tokenizer.decode
+        return [
+            PromptEcho(text, tokens, is_alone=body.max_tokens == 0)
+            for prompt, tokens in zip(prompts, ids, strict=True)
+            for text in [prompt if isinstance(prompt, str) else decode(tokens)] * (body.n or 1)
+        ]
 
     def _room(self, prompt: Sequence[int], param: str) -> int:
         return room_for(prompt, self._llm.max_model_len, param)
