@@ -313,10 +313,23 @@ def test_other_models_and_paths_are_not_found(hybrid):
     (card,) = hybrid.client.models.list().data
     assert (card.id, card.max_model_len) == ("tiny", CONTEXT)
     assert hybrid.client.models.retrieve("tiny").id == "tiny"
-    for path in ("embeddings", "completions/"):
-        missing = httpx.post(f"{hybrid.server.url}/v1/{path}", json={})
-        assert missing.status_code == 404
-        assert missing.json()["error"]["code"] == "not_found"
+    described = httpx.get(f"{hybrid.server.url}/openapi.json").json()["paths"]
+    for method, path, status, code in (
+        ("POST", "/v1/responses", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),
+        ("DELETE", "/nowhere", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ):
+        refused = httpx.request(method, f"{hybrid.server.url}{path}", json={})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (status, code)
+        assert (error["type"], error["param"]) == ("invalid_request_error", None)
+        assert f"{method} {path!r}" in error["message"]
+        # A client of another API reads what there is; as the server's own description has it.
+        for route, methods in described.items():
+            for one in methods:
+                assert f"{one.upper()} {route}" in error["message"].replace(":path", "")
 
 
 def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid):

@@ -56,6 +56,12 @@ class ServeCommand:
             metavar="S",
             help="/health fails when a step takes longer",
         )
+        parser.add_argument(
+            "--access-log",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="a line for each request on stderr, without its text",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Load, print the address, serve, and log how fast that was.
@@ -107,7 +113,7 @@ class ServeCommand:
                     file=sys.stderr,
                 )
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
-            serve(served, bound)
+            serve(served, bound, access_log=sys.stderr if arguments.access_log else None)
             print_summary(llm)
             failed = served.service.loop.error
             reason = llm.failure if failed is None else f"{type(failed).__name__}: {failed}"

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -163,6 +164,13 @@ def _add_errors(app: FastAPI) -> None:
         )
         return error_response(found)
 
+    routes = [
+        f"{method} {one.path}"
+        for one in app.routes
+        if isinstance(one, APIRoute)
+        for method in sorted(one.methods or ())
+    ]
+
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -172,6 +180,8 @@ def _add_errors(app: FastAPI) -> None:
         code = codes.get(error.status_code, "invalid_request")
         message = f"{error.detail}: {request.method} {request.url.path!r:.200}"
         headers = dict(error.headers or {})
+        if error.status_code in (404, 405):
+            message += f"; this server has {', '.join(routes)}."
         if error.status_code == 413:
             headers["Connection"] = "close"
         return error_response(ApiError(error.status_code, message, code=code, headers=headers))

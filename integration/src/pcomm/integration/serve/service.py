@@ -182,6 +182,8 @@ class Service:
             Request(f"{answer_id}-{place}", ids, one, grammar=grammar)
             for place, (ids, one) in enumerate(pairs)
         ]
+        # For the access log.
+        http.state.usage, http.state.request_id = usage, answer_id
         stream = self.streams.open(requests)
         try:
             await unless_gone(http.receive, stream.submit())
