@@ -237,13 +237,22 @@ def test_a_directory_that_cannot_run_is_refused_by_name(name, phi3, tmp_path):
     assert raised.value.fix
 
 
-def test_gguf_is_refused_by_name(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="a GGUF file"):
-        LLM(file)
-    with pytest.raises(ConfigError, match=r"no config\.json, but model\.gguf|model\.gguf"):
-        LLM(tmp_path)
+def test_gguf_is_refused_by_name(tmp_path, capsys):
+    """A file, a folder of it alone, and one with a configuration; wherever a model is given."""
+    pytest.importorskip("uvicorn")
+    alone, described = tmp_path / "alone", tmp_path / "described"
+    for folder in (alone, described):
+        folder.mkdir()
+        (folder / "model.gguf").write_bytes(b"GGUF")
+    (described / "config.json").write_text('{"model_type": "llama"}')
+    for path in (alone / "model.gguf", alone, described):
+        with pytest.raises(ConfigError, match="a GGUF file"):
+            LLM(path)
+        for command in (["serve", path, "--port", "0"], ["convert", path, "--out", tmp_path / "o"]):
+            assert main([*map(str, command)]) == 2
+            said = capsys.readouterr().err
+            assert f"model {path}: a GGUF file" in said
+            assert "gguf_file='model.gguf'" in said
 
 
 def test_arguments_of_a_model_in_memory(phi3):

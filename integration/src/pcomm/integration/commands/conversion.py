@@ -20,7 +20,7 @@ from pcomm.integration.config.sections import Config, ParallelConfig, Resolved
 from pcomm.integration.config.toml import load_config
 from pcomm.integration.data.tokenizer import END, load_tokenizer
 from pcomm.integration.huggingface.config_json import read_model, write_config
-from pcomm.integration.huggingface.directory import CONFIG, open_directory
+from pcomm.integration.huggingface.directory import CONFIG, check_no_gguf, open_directory
 from pcomm.integration.huggingface.model_from import (
     DTYPES_FILE,
     KEPT,
@@ -70,6 +70,7 @@ def run_to_directory(
     check_one_model(run_dir)
     checkpoint = newest(run_dir)
     if checkpoint is None:
+        check_no_gguf(run_dir)
         raise ConfigError(
             f"convert: {run_dir}",
             found="neither a checkpoint of a run nor a config.json"

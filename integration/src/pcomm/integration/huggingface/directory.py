@@ -10,7 +10,7 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["CONFIG", "ModelDirectory", "inside", "open_directory"]
+__all__ = ["CONFIG", "ModelDirectory", "check_no_gguf", "inside", "open_directory"]
 
 
 CONFIG = "config.json"
@@ -76,6 +76,31 @@ def open_directory(folder: Path, *, has_weights: bool = True) -> ModelDirectory:
     config = _read_json(folder, CONFIG)
     shards = _find_shards(folder) if has_weights else {}
     return ModelDirectory(folder, config, shards)
+
+
+def check_no_gguf(path: Path) -> None:
+    """Refuse a GGUF file, or a folder that holds one. Local.
+
+    Args:
+        path: What was given as a model, and has no weights that are read.
+
+    Raises:
+        ConfigError: It is one of the two; says how to get weights that are read.
+    """
+    if path.suffix.lower() == ".gguf" and path.exists():
+        folder, name, found = path.parent, path.name, "a GGUF file"
+    elif names := sorted(one.name for one in path.glob("*.gguf")):
+        folder, name, found = path, names[0], f"a GGUF file, {names[0]}, and no safetensors"
+    else:
+        return
+    raise ConfigError(
+        f"model {path}",
+        found=found,
+        why="GGUF is not read: its weights are in formats of llama.cpp.",
+        fix="Take the model as its makers gave it, `hf download NAME --local-dir DIR`; or convert "
+        "it with transformers and its tokenizer likewise, `AutoModelForCausalLM.from_pretrained("
+        f"{str(folder)!r}, gguf_file={name!r}).save_pretrained(NEW)`.",
+    )
 
 
 def inside(folder: Path, name: object, source: str) -> Path:
@@ -155,15 +180,12 @@ def _no_weights(folder: Path) -> ConfigError:
             fix="Convert it where that is no danger: `AutoModelForCausalLM.from_pretrained(DIR)"
             ".save_pretrained(NEW)` of transformers writes safetensors.",
         )
-    gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    check_no_gguf(folder)
     return ConfigError(
         f"model directory {folder}",
-        found=f"no {_SINGLE} and no {_INDEX}" + (f", but {gguf[0]}" if gguf else ""),
+        found=f"no {_SINGLE} and no {_INDEX}",
         why="The weights are read from safetensors files with these names.",
-        fix=f"Convert it with transformers: `from_pretrained(DIR, gguf_file={gguf[0]!r})`, then "
-        "`save_pretrained(NEW)`."
-        if gguf
-        else "Copy them into the directory; a download that was cut off leaves such gaps.",
+        fix="Copy them into the directory; a download that was cut off leaves such gaps.",
     )
 
 

@@ -29,7 +29,7 @@ from pcomm.integration.huggingface import (
     read_tokenizer,
 )
 from pcomm.integration.huggingface.chat_template import plain_chat
-from pcomm.integration.huggingface.directory import CONFIG
+from pcomm.integration.huggingface.directory import CONFIG, check_no_gguf
 from pcomm.integration.huggingface.model_from import check_one_model, kept_directory
 from pcomm.integration.huggingface.tensors import DTYPES, dtypes_of
 from pcomm.integration.huggingface.tokenizer import (
@@ -256,9 +256,11 @@ def _directory(path: Path) -> _Source:
 def _run(path: Path) -> _Source:
     checkpoint = newest(path) if path.is_dir() else None
     if checkpoint is None:
+        check_no_gguf(path)
+        absent = "a file" if path.exists() else "no such folder"
         raise ConfigError(
             f"model {path}",
-            found=_not_a_model(path),
+            found="neither a checkpoint of a run nor a config.json" if path.is_dir() else absent,
             why="A model is a run of `pcomm train` that has been saved, or a Hugging Face "
             "directory. Nothing is downloaded, and GGUF is not read.",
             fix="Give the --out folder of a `pcomm train` that has reached a checkpoint, or a "
@@ -278,15 +280,6 @@ def _run(path: Path) -> _Source:
 
     text = _text(path, tokenizer, template, longest, config.data.vocabulary, drawn)
     return _Source(path, text, config.model, torch.float32, fill)
-
-
-def _not_a_model(path: Path) -> str:
-    if path.is_dir():
-        gguf = next((f", but {one.name}" for one in path.glob("*.gguf")), "")
-        return f"neither a checkpoint of a run nor a config.json{gguf}"
-    if path.suffix.lower() == ".gguf" and path.exists():
-        return "a GGUF file"
-    return "a file" if path.exists() else "no such folder"
 
 
 def _run_text(path: Path) -> tuple[PromptTokenizer, ChatTemplate | None, dict[str, Any]]:
