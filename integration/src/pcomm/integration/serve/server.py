@@ -24,7 +24,6 @@ __all__ = ["AccessLog", "bind", "listen", "serve"]
 # What clients get who are told that the server stops, before their connections are cut.
 _GOODBYE_S = 2.0
 _BACKLOG = 2048
-_MOST_OF_PATH = 200
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -135,7 +134,7 @@ class AccessLog:
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
                 "method": scope["method"],
                 # Quoted, so that no path begins a line of its own.
-                "path": quote(scope["path"])[:_MOST_OF_PATH],
+                "path": quote(scope["path"]),
                 "status": status,
                 "seconds": f"{time.perf_counter() - begun:.3f}",
                 "prompt_tokens": usage.get("prompt_tokens", "-"),
