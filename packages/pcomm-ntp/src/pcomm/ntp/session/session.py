@@ -21,7 +21,7 @@ from pcomm.ntp.redistribute import StateLostError
 from pcomm.ntp.session.generation import Build, Job, Spec, Transition
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.quorum import Timeouts
-from pcomm.ntp.session.records import StoreLostError, headline, store_errors
+from pcomm.ntp.session.records import StoreLostError, store_errors
 from pcomm.ntp.session.recovery import Recovery
 from pcomm.ntp.session.step import Attempt, StepEnd
 from pcomm.ntp.session.training_state import Restore
@@ -406,7 +406,7 @@ class Session:
         self._is_closed = True
         if not isinstance(error, FencedError | StoreLostError):
             try:
-                self._membership.leave(f"{type(error).__name__}: {headline(error)}")
+                self._membership.leave(error)
             except dist.DistError as lost:
                 error.add_note(f"the store was not told: {lost}")
         self._recovery.abandon()
