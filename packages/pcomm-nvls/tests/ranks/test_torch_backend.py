@@ -319,3 +319,21 @@ def test_what_cannot_be_registered_is_refused_before_a_group_is_made(rank: int) 
         pytest.raises(ConfigError, match="a backend of that name"),
     ):
         register_backend()
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nvls", "nvls"])
+@ranks(2)
+def test_the_default_group_of_a_program_is_of_this_backend(rank, backend, tmp_path) -> None:
+    emulate()
+    from pcomm.nvls import register_backend
+
+    register_backend()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    x = torch.full((8,), rank + 1.0)
+    dist.all_reduce(x)
+    assert x.tolist() == [3.0] * 8
+    world: Any = dist.group.WORLD
+    assert dict(world.taken) == {("all_reduce", "lamport"): 1}
+    dist.destroy_process_group()
