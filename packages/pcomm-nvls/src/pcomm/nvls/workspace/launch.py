@@ -275,7 +275,7 @@ _MOST_CALLS = 1024
 
 
 class CachedCall(NamedTuple):
-    """A call that may come again.
+    """What `remember` is told of a call that may come again, and makes a `Repeat` of.
 
     Attributes:
         key: Operation, shape and dtype of the input, and the arguments that are no tensors.
@@ -309,7 +309,7 @@ class Variant(NamedTuple):
 
 @dataclass(slots=True)
 class Repeat:
-    """A call whose tensors were dense, aligned and outside of the workspace.
+    """What `again` knows of a call whose tensors were dense, aligned and outside of the workspace.
 
     Args:
         shape: Shape of the result.
