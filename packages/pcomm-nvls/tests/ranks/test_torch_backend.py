@@ -179,6 +179,22 @@ def test_what_has_no_kernel_goes_to_gloo_and_says_why(rank: int) -> None:
 
 
 @ranks(2)
+def test_other_names_of_torch_for_what_has_no_kernel_are_counted(rank: int) -> None:
+    with group_of() as group:
+        # All-to-all before torch 2.13.
+        x, out = torch.arange(2.0) + 10 * rank, torch.empty(2)
+        group.alltoall_base(out, x, [], [], dist.AllToAllOptions()).wait()
+        assert out.tolist() == [rank, 10 + rank]
+        if rank:
+            dist.send(x, 0, group=group)
+        else:
+            assert dist.recv(out, group=group) == 1
+            assert out.tolist() == [10, 11]
+        last = "send" if rank else "recv_anysource"
+        assert [name for name, _ in group.passed] == ["alltoall_base", last]
+
+
+@ranks(2)
 def test_sizes_that_do_not_fit_are_refused_by_torch_on_all_ranks(rank: int) -> None:
     with group_of() as group:
         with pytest.raises((RuntimeError, ValueError)):
