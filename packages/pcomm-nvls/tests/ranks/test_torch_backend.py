@@ -353,3 +353,21 @@ def test_the_default_group_of_a_program_is_of_this_backend(rank, backend, tmp_pa
     world: Any = dist.group.WORLD
     assert dict(world.taken) == {("all_reduce", "lamport"): 1}
     dist.destroy_process_group()
+
+
+@ranks(3)
+def test_sums_of_a_deterministic_group_are_in_the_order_of_the_ranks(rank: int) -> None:
+    """Below and above what its kernels take; in gloo's order some would be rounded otherwise."""
+    with group_of(deterministic=True) as group:
+        from pcomm.nvls.references import sum_in_rank_order
+
+        for length in (64, 3 << 12, 3 * 5):
+            generator = torch.Generator().manual_seed(0)
+            parts = [torch.randn(length, generator=generator) * 32.0**r for r in range(3)]
+            x, part, total = parts[rank].clone(), torch.empty(length // 3), sum_in_rank_order(parts)
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, total), length
+            if not length % 3:
+                SCATTER(part, parts[rank], group=group)
+                assert torch.equal(part, total.chunk(3)[rank]), length
+        assert {name for name, _ in group.passed} >= {"all_reduce", "reduce_scatter_tensor"}

@@ -34,6 +34,7 @@ from pcomm.nvls.collectives.reductions import (
     reduce_scatter_tensor,
 )
 from pcomm.nvls.policy.choose import CollectiveRequest
+from pcomm.nvls.policy.table import OPERATIONS
 from pcomm.nvls.workspace.memory import check_numbers
 from pcomm.nvls.workspace.slots import SLOTS
 from pcomm.nvls.workspace.workspace import Workspace
@@ -57,9 +58,9 @@ def register_backend(max_bytes: int = DEFAULT_MAX_BYTES, **options: Any) -> None
 
     Args:
         max_bytes: Size of the largest tensor of a kernel, in bytes; equal on all ranks.
-        options: Further arguments of `Workspace`, equal on all ranks, such as `deterministic`,
-            which holds for kernels: other sums have the order of gloo or NCCL. An operation waits
-            as long as the process group does, unless `timeout_s` is among them.
+        options: Further arguments of `Workspace`, equal on all ranks, such as `deterministic`. An
+            operation waits as long as the process group does, unless `timeout_s` is among them.
+            The device is that of the first tensor, unless it is given.
 
     Raises:
         ConfigError: An option that `Workspace` has not, or a number that it cannot use; or another
@@ -283,21 +284,24 @@ class NvlsProcessGroup(dist.ProcessGroup):
         question: Callable[[Tensor, Workspace], CollectiveRequest],
         reason: str,
     ) -> bool:
-        """Whether a collective takes a kernel; counts it. Collective where it is the first one.
+        """Whether the workspace carries it out; counts it. Collective where it is the first one.
 
+        One that takes a kernel does, and a sum in the order of the ranks, with or without a kernel.
         It looks at nothing that one rank can have by itself: strides and gradients are not asked
         for, since a rank that chose by them would wait for the others for ever.
         """
-        reason = reason or self._reason_against(x, output)
+        reason, is_ordered = reason or self._reason_against(x, output), False
         if not reason:
-            workspace = self._opened()
-            choice = workspace.choose(question(x, workspace))
+            workspace = self._opened(x.device)
+            asked = question(x, workspace)
+            choice = workspace.choose(asked)
             if choice.algorithm != "dist":
                 self.taken[name, choice.algorithm] += 1
                 return True
             reason = "; ".join(choice.reasons) or choice.because
+            is_ordered = asked.deterministic and OPERATIONS[asked.operation].reduces
         self.passed[name, reason] += 1
-        return False
+        return is_ordered
 
     def _reason_against(self, x: Tensor, output: Tensor) -> str:
         if self.size() == 1:
@@ -314,12 +318,12 @@ class NvlsProcessGroup(dist.ProcessGroup):
             return "the first collective of a group opens its workspace, which no CUDA graph can"
         return ""
 
-    def _opened(self) -> Workspace:
+    def _opened(self, device: torch.device) -> Workspace:
         if self._workspace is None:
             if self._device_type == "cuda":
                 self._tell_symmetric_memory()
             group = Group.from_process_group(f"{_NAME} {self.group_name}", self)
-            self._workspace = Workspace(group, **self._options)
+            self._workspace = Workspace(group, **{"device": device, **self._options})
         return self._workspace
 
     def _tell_symmetric_memory(self) -> None:
