@@ -155,6 +155,9 @@ class Scheduler:
             budget -= self._add_chunk(plan, live, budget)
         if preempted == self.num_preemptions:
             self._begin_waiting(plan, budget)
+        # Recurrent layers compute requests with one token in another way than longer ones, and find
+        # them before those; those with something before that token come first, as in `StepBatch`.
+        plan.chunks.sort(key=lambda chunk: (chunk.num_tokens > 1, chunk.start == 0))
         return plan
 
     def schedule_alone(self, live: RequestState) -> StepPlan:
@@ -256,13 +259,7 @@ class Scheduler:
             stop = min(num_prompt, start - start % INVARIANT_CHUNK + INVARIANT_CHUNK)
         if stop - start > budget:
             return 0
-        chunk = Chunk(live, start, stop)
-        if stop - start == 1:
-            # Recurrent layers compute requests with one token in another way than longer ones, and
-            # find them before those.
-            plan.chunks.insert(0, chunk)
-        else:
-            plan.chunks.append(chunk)
+        plan.chunks.append(Chunk(live, start, stop))
         return stop - start
 
 
