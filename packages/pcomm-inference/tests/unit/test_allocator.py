@@ -37,7 +37,7 @@ def compute(memory, tokens, *, parts=(), limit=None):
     assert memory.admit(live, headroom=0)
     for stop in [*(part for part in parts if part > live.num_computed), len(tokens)]:
         live.num_computed = stop
-        memory.cache_blocks(live)
+        memory.note_computed(live)
     first, cached = live.first_block, live.cached_tokens
     memory.release(live)
     return first, cached
@@ -79,7 +79,7 @@ def test_a_full_cache_gives_up_blocks_so_that_a_request_has_neighbours():
 
 
 @pytest.mark.parametrize("num_free", [15, 16])
-def test_a_claim_takes_cached_blocks_while_less_than_a_quarter_is_free(num_free):
+def test_a_reservation_takes_cached_blocks_while_less_than_a_quarter_is_free(num_free):
     memory = memory_of(num_blocks=64)
     fill(memory, 4, 8)
     # Free blocks in pieces that no reservation of 8 fits into.
@@ -136,7 +136,7 @@ def test_a_state_is_copied_now_and_then_while_text_is_written():
     assert memory.admit(live, headroom=0)
     for _ in range(3 * SNAPSHOT_INTERVAL):
         live.num_computed = len(live.tokens)
-        memory.cache_blocks(live)
+        memory.note_computed(live)
         live.tokens.append(5)
     assert memory.uses()[1].cached == 3
     text = list(live.tokens)
