@@ -156,3 +156,24 @@ def test_the_only_slot_is_taken_from_the_snapshot_that_would_be_used():
     assert [live.num_computed for live in lives] == [64, 0]
     assert memory.uses()[1].used == 2
     assert not memory.admit(request(tokens), headroom=0)
+
+
+def test_nobody_waits_for_a_prompt_whose_blocks_the_cache_cannot_keep():
+    memory, prompt = memory_of(num_blocks=24), [1, 2, 3, 4, *range(5, 15)]
+    first, second = request([*prompt[:4], 20]), request(prompt)
+    for live in (first, second):
+        # Less than half of its tokens are those of the first.
+        assert not memory.is_prefix_in_flight(live)
+        assert memory.admit(live, headroom=0)
+        assert memory.is_prefix_in_flight(request(prompt)) == (live is second)
+    first.num_computed, second.num_computed = 5, 4
+    for live in (first, second):
+        memory.note_computed(live)
+    # Another one needs the blocks of the first, which are those that the cache has of both.
+    memory.release(first)
+    assert memory.admit(request(range(50, 60)), headroom=0)
+    assert memory.is_prefix_in_flight(request(prompt))
+    second.num_computed = 6
+    memory.note_computed(second)
+    assert second.is_orphan
+    assert not memory.is_prefix_in_flight(request(prompt))

@@ -199,8 +199,6 @@ class Allocator:
     def _offer(self, live: RequestState, cache: PrefixCache) -> None:
         computed = live.num_computed
         full = computed // self._block_size
-        if computed >= live.in_flight_until:
-            self._end_in_flight(live)
         if self.pools.has_blocks and not live.is_orphan:
             self._extend_hashes(live, full)
             while live.num_published < full and not live.is_orphan:
@@ -208,6 +206,8 @@ class Allocator:
                 live.num_published += 1
                 hashes = live.block_hashes[: live.num_published]
                 live.is_orphan = not cache.publish_block(hashes[-2:], live.num_published, block)
+        if computed >= live.in_flight_until or live.is_orphan:
+            self._end_in_flight(live)
         if live.snapshot_at and computed >= live.snapshot_at[0]:
             while live.snapshot_at and computed > live.snapshot_at[0]:
                 live.snapshot_at.pop(0)
