@@ -2,8 +2,8 @@
 
 The library looks attention up by a name, and hands a cache object to each layer that keeps a state.
 So nothing in the model is copied or rewritten: within a step its attention is `paged_attention`,
-and each recurrent layer runs once for every chunk, and once for all requests that decode, with a
-cache that stands for the slots of the engine. Between steps the model is as it was.
+and each recurrent layer runs once for all requests that decode, and by chunks or single tokens for
+others, with a cache that stands for the slots of the engine. Between steps the model is as it was.
 
 What each layer keeps is found by a run of a few tokens. Another one compares the logits of the
 engine's way, in chunks and with two requests, with those of the model's own forward: where they
@@ -98,7 +98,7 @@ class TransformersModel:
         tokens_T = torch.arange(1, 1 + _NUM_TOKENS, device=self.model.device)
         tokens_T %= embeddings.num_embeddings
         with self._plugged_in(), self._calls.being_found():
-            self.vocabulary = self._logits_alone(tokens_T).shape[1]
+            self.vocabulary = self._forward(tokens_T).shape[1]
         self._recurrent = tuple(find_recurrent_layers(self.model, tokens_T))
         self._find_first_position(tokens_T)
         if not self.memory_specs():
@@ -112,10 +112,10 @@ class TransformersModel:
         """The position of a first token: some families begin behind that of their padding."""
         padding = getattr(self.model.config, "pad_token_id", None)
         if isinstance(padding, int) and "position_ids" in self._parameters:
-            alone, places_T = self._logits_alone(tokens_T), torch.arange(_NUM_TOKENS)
+            alone, positions_T = self._logits_alone(tokens_T), torch.arange(_NUM_TOKENS)
             for first in (0, padding + 1):
                 self._first_position = first
-                if torch.equal(self._forward(tokens_T, places_T.to(tokens_T)), alone):
+                if torch.equal(self._forward(tokens_T, positions_T.to(tokens_T)), alone):
                     return
         self._first_position = 0
 
@@ -178,11 +178,11 @@ class TransformersModel:
         return self._forward(tokens_T)
 
     def _forward(
-        self, tokens_T: Tensor, places_T: Tensor | None = None, rows_L: Tensor | None = None
+        self, tokens_T: Tensor, positions_T: Tensor | None = None, rows_L: Tensor | None = None
     ) -> Tensor:
         given: dict[str, Any] = {"input_ids": tokens_T[None], "use_cache": False}
-        if places_T is not None and "position_ids" in self._parameters:
-            given["position_ids"] = places_T[None] + self._first_position
+        if positions_T is not None and "position_ids" in self._parameters:
+            given["position_ids"] = positions_T[None] + self._first_position
         keeps = rows_L is not None and "logits_to_keep" in self._parameters
         if keeps:
             given["logits_to_keep"] = rows_L
