@@ -396,7 +396,7 @@ def _agreed_params(
     agree_in_group(everyone, "GradSync: model", [], error=error)
     sums = SumPlan(plan, rank, names, lambda ranks: groups[names[ranks]])
     # Each stage has parameters of its own.
-    stage = sums.open_group(sums.replicated)
+    stage = sums.open_group(sums.stage_ranks)
     agree_in_group(stage, "GradSync: parameters", [one.agreed for one in params])
     return params, sums
 
