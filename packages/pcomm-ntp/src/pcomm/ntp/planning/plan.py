@@ -399,7 +399,7 @@ class NtpPlan:
         return "\n".join(lines)
 
     def agreed_lines(self) -> list[str]:
-        """Facts that all ranks must share, one field a line, for `Control.agree_on_lines`."""
+        """Facts that all ranks must share, one field a line, for `Control.agree` and others."""
         topology = self.topology
         return [
             f"version: {VERSION}",
