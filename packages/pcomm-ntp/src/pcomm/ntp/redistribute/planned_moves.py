@@ -56,7 +56,7 @@ def moves(
 
     Each rank gets exactly the units that it lacks, each from one rank: from its own
     tensor-parallel group where one is left that has them, and otherwise from all replicas in
-    equal amounts. The same on all ranks that pass the same arguments.
+    equal amounts. Ranks that pass the same arguments get the same.
 
     Args:
         old: Plan under which the state lies now.

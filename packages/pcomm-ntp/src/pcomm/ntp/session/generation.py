@@ -84,7 +84,7 @@ class Job:
     def last_plan(self, ranks: tuple[int, ...], speeds: Mapping[int, float]) -> NtpPlan:
         """The plan of ranks that cannot go on, but may hold all units, for the end of the job.
 
-        As many tensor-parallel groups as the job has replicas, each a replica with `cp` of 1.
+        It has as many tensor-parallel groups as the job has replicas, each one with `cp` of 1.
 
         Raises:
             UnsupportedError: There are pipeline stages or slow ranks, or `tp` is not the fastest

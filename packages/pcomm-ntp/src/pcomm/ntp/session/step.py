@@ -258,7 +258,7 @@ def wait_until_all_ready(
 ) -> bool:
     """Tell that this rank is ready, and wait until all are. Collective over all ranks.
 
-    One all-reduce. When it ends on a rank, every rank has entered it with its gradients summed.
+    When its one all-reduce ends on a rank, every rank has entered it with its gradients summed.
     It may end on some ranks and fail on others; see `resume_point`.
 
     Args:

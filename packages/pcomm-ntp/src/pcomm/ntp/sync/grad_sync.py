@@ -232,7 +232,7 @@ class GradSync:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`. Collective.
 
-        By the formula of `torch.nn.utils.clip_grad_norm_`, with the canonical norm.
+        It uses the formula of `torch.nn.utils.clip_grad_norm_`, with the canonical norm.
 
         Args:
             max_norm: Largest norm that is left as it is.
