@@ -2,7 +2,7 @@
 
 | key below `pcomm/session/` | written by | says |
 |---|---|---|
-| `job` | the first rank | a word for the job |
+| `job` | the first rank that asks | a word for the job |
 | `first/RANK` | each process of a rank | which of them is in generation 0 |
 | `flag/G` | the first rank that suspects | that the ranks of generation G form a quorum |
 | `said/G/RANK` | each rank that leaves G | its state (`RankState`) |
@@ -14,7 +14,7 @@
 | `over/G` | the first of these | the rank, and how many steps it has applied |
 | `reach/G/RANK` | each rank | the address at which others try to connect |
 | `unreached/G/RANK` | a rank after a failure | the ranks that it cannot connect to |
-| `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer needs beside tensors |
+| `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer in G needs beside tensors |
 | `beat/G/RANK` | each rank's thread | heartbeats |
 | `joins`, `join/N` | newcomers | requests to join, numbered |
 | `refused/TOKEN`, `taken/TOKEN` | members | what became of a request |

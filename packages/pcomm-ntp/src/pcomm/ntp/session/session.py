@@ -74,7 +74,7 @@ class Session:
         groups: Further groups of the model, or a function that makes them from a plan.
         strategy: Strategy by which gradients are summed; see `GradSync`.
         restore: Function of a plan, model and optimizer that loads a checkpoint and returns its
-            step; called on all ranks when the job starts, and when a state is lost with its ranks.
+            step; called on ranks with units when the job starts, and when a state is lost.
         at_end: Function of the session that `close` calls on each rank with units, such as to save
             the last checkpoint. It may communicate: if a rank dies meanwhile, it is called again on
             all ranks that are left, in the next generation. It is also called before the
