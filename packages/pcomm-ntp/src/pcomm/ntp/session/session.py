@@ -275,11 +275,12 @@ class Session:
                 )
             if (reason := self.failure) is not None:
                 self._step_end.begin_generation(reason)
-            elif self.is_idle:
+                continue
+            self._recovery.begin()
+            if self.is_idle:
                 with Attempt(self._step_end):
                     self._step_end.apply_together()
             else:
-                self._recovery.begin()
                 attempt = Attempt(self._step_end)
                 yield attempt
                 if not attempt.was_entered:
