@@ -345,7 +345,8 @@ class ContextParallel:
     @contextmanager
     def _refusing_late_backward(self) -> Iterator[None]:
         """Have a backward that computes layers again raise once this batch has ended."""
-        if not (self.model.training and getattr(self.model, "is_gradient_checkpointing", False)):
+        modules = self.model.modules() if self.model.training else ()
+        if not any(getattr(module, "gradient_checkpointing", False) for module in modules):
             yield
             return
         is_open = [True]
