@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from core_support.works_with import check_outcome, models, outcome
 from gdn_cp_support.foreign_models import (
-    ALL,
     KINDS,
     compare,
     compare_with_alone,
@@ -39,12 +40,13 @@ def check(kind: str, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [*KINDS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in ALL if kind not in KINDS)],
+    "kind", models("pcomm-gdn-cp", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), KINDS)
 )
 @ranks(2)
-def test_loss_and_gradients_are_those_of_one_process(rank: int, kind: str) -> None:
-    check(kind)
+def test_works_with_a_family_as_one_process_or_refuses_it(rank: int, kind: str) -> None:
+    found = outcome(lambda: context_parallel(model_of(kind), cp()), lambda _: check(kind))
+    if rank == 0:
+        check_outcome("pcomm-gdn-cp", kind, found)
 
 
 @ranks(2)
