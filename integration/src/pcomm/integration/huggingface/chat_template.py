@@ -17,11 +17,18 @@ from jinja2.utils import Namespace
 from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.directory import ModelDirectory
 
-__all__ = ["ChatTemplate", "plain_chat", "read_chat_template", "special_tokens"]
+__all__ = [
+    "ChatTemplate",
+    "check_variables",
+    "plain_chat",
+    "read_chat_template",
+    "special_tokens",
+]
 
 Message = Mapping[str, Any]
 _FILE, _OLD_FILE, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_OWN_NAMES = {"add_generation_prompt", "documents", "messages", "self", "tools"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -100,6 +107,21 @@ class ChatTemplate:
             why="The template of the model refuses the messages, or cannot be rendered.",
             fix="Send messages of the roles and in the order that the model knows, or a prompt "
             "without a template.",
+        )
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse variables of names that `ChatTemplate.render` has for something else. Local.
+
+    Raises:
+        ConfigError: One of them is `messages`, `tools`, or another such name.
+    """
+    if taken := sorted(_OWN_NAMES & set(variables)):
+        raise ConfigError(
+            "chat_template_kwargs",
+            found=", ".join(taken),
+            why="The template gets these from the conversation and the tools.",
+            fix="Leave them out; messages and tools are given by themselves.",
         )
 
 

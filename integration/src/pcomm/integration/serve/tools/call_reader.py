@@ -162,8 +162,9 @@ def _call_of(value: Any, names: Collection[str]) -> FunctionCall | None:
     # Models mix up the two names of the one key.
     given = [value[key] for key in ("arguments", "parameters") if key in value]
     name = value.get("name")
-    is_known = isinstance(name, str) and name in names and len(value) == 2 + ("type" in value)
-    if not is_known or len(given) != 1 or not isinstance(given[0], dict):
+    if not isinstance(name, str) or name not in names or len(value) != 2 + ("type" in value):
+        return None
+    if len(given) != 1 or not isinstance(given[0], dict):
         return None
     try:
         # Python reads numbers and constants that are no JSON.
