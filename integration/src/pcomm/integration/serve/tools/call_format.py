@@ -50,7 +50,8 @@ class CallFormat:
             schemas: JSON schema of the arguments of each function, by its name.
             must_call: True for texts of calls alone; False also for those without one.
             has_many: True for any number of calls, where the format has that; False for one.
-            answer: JSON schema of a text without a call; None for any text.
+            answer: JSON schema of a text without a call, for a format with `begin`; None for any
+                text.
         """
         blank = "\n" if self.begin else ""
         rules = ["%llguidance {}"]

@@ -92,11 +92,20 @@ class ToolUse:
 
         Args:
             answer: JSON schema of a text without a call; None for any text.
+
+        Raises:
+            ApiError: An answer in JSON could not be told from a call.
         """
         if not self.descriptions or self._form is None:
             return None
         if not self._is_bound and answer is None:
             return None
+        if answer is not None and not self._must_call and not self._form.begin:
+            raise _invalid(
+                "response_format",
+                "This model calls functions by bare JSON, from which an answer in JSON cannot be "
+                "told. Send tool_choice none or required, or no response_format.",
+            )
         return self._form.grammar(
             self._schemas, must_call=self._must_call, has_many=self._has_many, answer=answer
         )
