@@ -39,6 +39,11 @@ class ChatTemplate:
         source: Template in jinja2's language.
         special_tokens: Texts of `bos_token`, `eos_token` and others, which templates name.
         where: Name of the file, for errors.
+        tool_source: Another template for conversations with tools; None for the same.
+
+    Attributes:
+        source: Template of conversations.
+        tool_source: Template of those with tools.
 
     Raises:
         ConfigError: The source is no template.
@@ -50,10 +55,13 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         where: str = "template",
+        tool_source: str | None = None,
     ) -> None:
         self.source, self._special, self._where = source, dict(special_tokens or {}), where
+        self.tool_source = source if tool_source is None else tool_source
         try:
             self._template = _environment().from_string(source)
+            self._tool_template = _environment().from_string(self.tool_source)
         except (TemplateError, RecursionError) as error:
             raise self._failed(error) from error
 
@@ -79,8 +87,9 @@ class ChatTemplate:
         # As transformers does: a key without a value is one that the message does not have.
         given = [{k: v for k, v in one.items() if v is not None} for one in messages]
         plain = _plain([_with_reasoning(message) for message in given])
+        template = self._template if tools is None else self._tool_template
         try:
-            return self._template.render(
+            return template.render(
                 **{**self._special, **_plain(variables)},
                 messages=plain,
                 tools=_plain(tools),
@@ -128,7 +137,7 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 def read_chat_template(directory: ModelDirectory) -> ChatTemplate | None:
     """The chat template of a directory; None if it has none. Local.
 
-    Of several it is the one named `default`, as in transformers.
+    Of several it is the one named `default`, and for tools `tool_use`, as in transformers.
 
     Raises:
         ConfigError: A file of it is damaged.
@@ -139,11 +148,13 @@ def read_chat_template(directory: ModelDirectory) -> ChatTemplate | None:
         return ChatTemplate(text, special, where=str(directory.folder / _FILE))
     for name in (_TOKENIZER, _OLD_FILE):
         found = (settings if name == _TOKENIZER else directory.json(name)).get("chat_template")
+        tool_source = None
         if isinstance(found, list):
             named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-            found = named.get("default")
+            found, tool_source = named.get("default"), named.get("tool_use")
         if isinstance(found, str):
-            return ChatTemplate(found, special, where=str(directory.folder / name))
+            where = str(directory.folder / name)
+            return ChatTemplate(found, special, where=where, tool_source=tool_source)
     return None
 
 

@@ -75,7 +75,7 @@ class Service:
         self.metrics = Metrics(settings.model_name)
         self.streams = OutputStreams(settings.max_unread_tokens)
         self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
-        self._call_format = call_format(llm.loaded.chat_template.source, settings.tool_format)
+        self._call_format = call_format(llm.loaded.chat_template.tool_source, settings.tool_format)
         self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
         self.grammars = GrammarPool(
             GrammarCompiler(llm.loaded.tokenizer, llm.loaded.vocabulary),
@@ -300,6 +300,8 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_variables(self.chat_template_kwargs)
+        # Before the model is loaded, so that a name which means nothing is found at once.
+        call_format("", self.tool_format)
         for name in (
             "max_body_bytes",
             "max_unread_tokens",
