@@ -228,7 +228,8 @@ def test_conversations_with_calls_are_rendered_as_transformers_does(hermes):
     }
     answer = {"role": "assistant", "content": None, "tool_calls": [called], "refusal": None}
     result = {"role": "tool", "content": [{"type": "text", "text": "4 C"}], "tool_call_id": "1"}
-    messages = [{"role": "developer", "content": "Be brief."}, *ASKED, answer, result]
+    named = {"role": "tool", "content": "5 C", "tool_call_id": "1", "name": "other"}
+    messages = [{"role": "developer", "content": "Be brief."}, *ASKED, answer, result, named]
     body = ChatRequest.model_validate({"model": "m", "messages": messages, "tools": TOOLS})
     loaded = hermes.llm.loaded
     tools = ToolUse(body, CALL_FORMATS["hermes"])
@@ -239,6 +240,7 @@ def test_conversations_with_calls_are_rendered_as_transformers_does(hermes):
         *ASKED,
         {"role": "assistant", "tool_calls": [{**called, "function": function}]},
         {"role": "tool", "name": "find", "content": "4 C", "tool_call_id": "1"},
+        named,
     ]
     assert plain == expected
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(hermes.llm.path)
