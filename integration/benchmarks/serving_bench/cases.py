@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from serving_bench.sides import (
     AttentionCalls,
     Products,
     Texts,
+    TheirBatching,
     TheirDecoding,
     TheirModel,
     Turn,
@@ -38,6 +39,8 @@ from serving_bench.sides import (
 _MEMORY_BYTES = 2**30
 # What `generate` is asked for: keys and values that grow, and those of full length.
 _CACHES = {"generate": False, "generate, static cache": True}
+
+_CONTINUOUS = "continuous batching"
 
 _ALONE, _WIDE = "linears alone", "linears by F.linear"
 _STEP, _FIRST = "ms a step", "ms to the first token"
@@ -60,13 +63,18 @@ def measure_streams(settings: Settings, directory: Path) -> PartResults:
         for threads in settings.threads:
             for count in settings.streams:
                 print(f"streams: {count} with {threads} threads ...", file=sys.stderr, flush=True)
-                with num_threads(threads):
-                    times = take_turns(cases.of(count), settings.rounds)
+                # Made anew, so that its memory is just what these texts need.
+                with (
+                    num_threads(threads),
+                    closing(TheirBatching(directory, num_texts=count, longest=longest)) as batching,
+                ):
+                    times = take_turns(cases.of(count, batching), settings.rounds)
                 place = f"{name}, threads {threads}, streams {count}"
                 _add_streams(found, place, count, threads, times)
         if settings.dtype == "float32":
-            equal, written = cases.equal_tokens()
-            found.value(f"equal tokens @ {name}", equal, f"of {written} tokens", 1)
+            with closing(TheirBatching(directory, num_texts=1, longest=longest)) as batching:
+                for whose, equal in cases.equal_tokens(batching).items():
+                    found.value(f"equal tokens{whose} @ {name}", *equal, 1)
     return found
 
 
@@ -79,7 +87,7 @@ class _Cases:
         self._products = {_ALONE: Products(model), _WIDE: Products(model, wide=True)}
         self._generator = torch.Generator().manual_seed(0)
 
-    def of(self, count: int) -> list[Turn]:
+    def of(self, count: int, batching: TheirBatching) -> list[Turn]:
         """Cases of so many streams."""
         settings = self._settings
 
@@ -109,19 +117,30 @@ class _Cases:
 
             return run
 
-        cases: list[Turn] = [ours, *map(products, self._products)]
+        def continuous() -> Mapping[str, float]:
+            # Texts that begin later still have as many steps with all others.
+            made = batching.generate(self._prompts(count), 2 * settings.steps)
+            return {f"{_CONTINUOUS}, {_FIRST}": made.first_us, _CONTINUOUS: made.step_us}
+
+        cases: list[Turn] = [ours, *map(products, self._products), continuous]
         if count <= settings.most_of_theirs:
             cases += [of_theirs(name, is_static) for name, is_static in _CACHES.items()]
         return cases
 
-    def equal_tokens(self) -> tuple[int, int]:
-        """Greedy tokens that both write, until the first that differs, and how many there are."""
+    def equal_tokens(self, batching: TheirBatching) -> dict[str, tuple[int, str]]:
+        """Greedy tokens of ours that each of theirs writes, until the first that differs."""
         (prompt,), steps = self._prompts(1), self._settings.steps
         texts = begin(self._engine, [prompt], steps + 1)
         texts.step_us(steps)
         (ours,) = texts.tokens.values()
-        (theirs,) = self._theirs.generate([prompt], steps + 1).tokens
-        return same_at_begin(ours, theirs), steps + 1
+        pairs = {
+            "": self._theirs.generate([prompt], steps + 1),
+            f", {_CONTINUOUS}": batching.generate([prompt], steps + 1),
+        }
+        return {
+            whose: (same_at_begin(ours, made.tokens[0]), f"of {steps + 1} tokens")
+            for whose, made in pairs.items()
+        }
 
     def _prompts(self, count: int) -> list[list[int]]:
         """Prompts of one length, or of mixed ones where transformers would have to fill them up."""
@@ -145,7 +164,7 @@ def _add_streams(
     found: PartResults, place: str, count: int, threads: int, times: Mapping[str, Timing]
 ) -> None:
     ours, linears = times["pcomm"], times[_ALONE]
-    names = [name for name in _CACHES if name in times]
+    names = [name for name in (*_CACHES, _CONTINUOUS) if name in times]
     fastest = min(names, key=lambda name: times[name].median_us, default=None)
     beside = None if fastest is None else (f"{fastest} @ {place}", times[fastest])
     found.tokens(f"pcomm @ {place}", ours, count, beside=beside)

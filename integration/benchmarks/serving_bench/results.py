@@ -133,11 +133,12 @@ class PartResults:
 _HOW = {
     "streams": "`generate` of transformers has torch's attention (`sdpa`), prompts of equal length "
     "and no look for an end, in inference mode. It is measured with keys and values that grow and "
-    "with a static cache, and goals stand beside the faster one. It is not compiled: that takes "
-    "minutes for each number of streams. Ours is `LLM` as it opens by default, which also makes "
-    "text of the tokens. `linears alone` are the products of its own packed weights with as many "
-    "rows, `linears by F.linear` those that torch's layers would make. Where transformers has no "
-    "figure, prompts are of mixed lengths.",
+    "with a static cache. `continuous batching` is `generate_batch` of transformers, with a "
+    "manager that stays, blocks for exactly these texts and nothing filled up. Goals stand beside "
+    "the fastest of the three. None is compiled: that takes minutes for each number of streams. "
+    "Ours is `LLM` as it opens by default, which also makes text of the tokens. `linears alone` "
+    "are the products of its own packed weights with as many rows, `linears by F.linear` those "
+    "that torch's layers would make. Where `generate` has no figure, prompts are of mixed lengths.",
     "tiny": "One stream, one thread, fp32. `forward` is a call of the model with its cache, which "
     "chooses no token; a step of the engine chooses it and makes text. `whole text` includes a "
     "short prompt.",

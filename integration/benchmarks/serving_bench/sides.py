@@ -298,6 +298,83 @@ class TheirModel:
         return found
 
 
+class TheirBatching:
+    """transformers' own continuous batching of a directory: `generate_batch`, whose manager stays.
+
+    Keys and values lie in blocks of exactly the size that the texts need, a step takes all tokens
+    of their prompts up to the same limit as ours, and nothing is filled up: without CUDA there are
+    no graphs, streams or tables of blocks, which its defaults fill up for.
+
+    Args:
+        directory: A Hugging Face directory.
+        num_texts: Most texts at once.
+        longest: Most tokens of a prompt and its text.
+        max_batch_tokens: Most tokens of a step.
+    """
+
+    def __init__(
+        self, directory: Path, *, num_texts: int, longest: int, max_batch_tokens: int = 2048
+    ) -> None:
+        from transformers import ContinuousBatchingConfig
+
+        self._model = TheirModel(directory).model
+        self._config = ContinuousBatchingConfig(
+            page_size=_BLOCK_SIZE,
+            num_blocks=num_texts * -(-longest // _BLOCK_SIZE),
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=num_texts,
+            max_blocks_per_request=0,
+            use_cuda_graph=False,
+            use_async_batching=False,
+            q_padding_interval_size=1,
+            kv_padding_interval_size=1,
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generated:
+        """Continue prompts of any lengths together, each with its likeliest tokens.
+
+        Args:
+            prompts: Token ids of each prompt.
+            num_tokens: Number of tokens to write.
+
+        Raises:
+            RuntimeError: A text has failed.
+        """
+        from transformers import GenerationConfig
+
+        # No token has the id of the end.
+        settings = GenerationConfig(
+            max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        start = time.perf_counter()
+        texts = self._model.generate_batch(
+            [list(prompt) for prompt in prompts],
+            generation_config=settings,
+            continuous_batching_config=self._config,
+            record_timestamps=True,
+            persistent_manager=True,
+            warmup=False,
+        ).values()
+        end = time.perf_counter()
+        if len(texts) != len(prompts) or any(text.error for text in texts):
+            raise RuntimeError(f"continuous batching: {[text.error for text in texts]}")
+        # The steps in which every text gets a token.
+        latest = max(texts, key=lambda text: text.timestamps[0])
+        last = min(text.timestamps[-1] for text in texts)
+        shared = [moment for moment in latest.timestamps if moment <= last]
+        steps = len(shared) - 1
+        return Generated(
+            [text.generated_tokens for text in texts],
+            (shared[0] - start) * 1e6,
+            (shared[-1] - shared[0]) * 1e6 / steps if steps else 0.0,
+            (end - start) * 1e6,
+        )
+
+    def close(self) -> None:
+        """End the thread of its manager."""
+        self._model.destroy_cached_continuous_batching_manager()
+
+
 class TheirDecoding:
     """One text of transformers, token by token, by calls of the model with its cache.
 

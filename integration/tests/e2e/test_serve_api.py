@@ -248,7 +248,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "tools",
         "unsupported_parameter",
     ),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
     ({"store": True}, "store", "unsupported_parameter"),
     ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
@@ -259,8 +259,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     (
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
-        "messages.0.tool_calls",
-        "unsupported_parameter",
+        "messages.0.tool_calls.0.type",
+        "missing_parameter",
     ),
     ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
     ({"max_tokens": 5}, "max_tokens", "invalid_value"),
@@ -313,10 +313,23 @@ def test_other_models_and_paths_are_not_found(hybrid):
     (card,) = hybrid.client.models.list().data
     assert (card.id, card.max_model_len) == ("tiny", CONTEXT)
     assert hybrid.client.models.retrieve("tiny").id == "tiny"
-    for path in ("embeddings", "completions/"):
-        missing = httpx.post(f"{hybrid.server.url}/v1/{path}", json={})
-        assert missing.status_code == 404
-        assert missing.json()["error"]["code"] == "not_found"
+    described = httpx.get(f"{hybrid.server.url}/openapi.json").json()["paths"]
+    for method, path, status, code in (
+        ("POST", "/v1/responses", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),
+        ("DELETE", "/nowhere", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ):
+        refused = httpx.request(method, f"{hybrid.server.url}{path}", json={})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (status, code)
+        assert (error["type"], error["param"]) == ("invalid_request_error", None)
+        assert f"{method} {path!r}" in error["message"]
+        # A client of another API reads what there is; as the server's own description has it.
+        for route, methods in described.items():
+            for one in methods:
+                assert f"{one.upper()} {route}" in error["message"].replace(":path", "")
 
 
 def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid):
@@ -381,7 +394,7 @@ def test_an_error_is_of_the_type_that_was_given(hybrid, fields, message):
         b'{"model": "tiny", "prompt": [-1]}',
         b'{"model": "tiny", "prompt": [999999]}',
         b'{"model": "tiny", "prompt": "a", "stop": [""]}',
-        b'{"model": "tiny", "prompt": "a", "echo": true}',
+        b'{"model": "tiny", "prompt": "a", "max_tokens": 0}',
         b'{"model": "tiny", "prompt": ["a", "a"], "n": 65}',
     ],
 )

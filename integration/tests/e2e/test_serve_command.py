@@ -76,10 +76,45 @@ def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run, start):
     code, logged = ended(process)
     assert code == 0
     # The log ends with how fast it was.
-    (line,) = logged.splitlines()
+    *_, line = logged.splitlines()
     assert line.startswith("300 tokens; a decode step ")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_a_line_for_each_request_says_what_it_cost_and_nothing_of_a_text(run, start):
+    process = start("pcomm", "serve", run, "--port", 0, "--memory-mib", 4)
+    url = url_from(process)
+    fields = {"model": "run", "prompt": "word1 word2", "max_tokens": 5, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=fields).json()
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = httpx.post(f"{url}/v1/completions?text=word3", json=fields | more).text.split("data: ")
+    last = json.loads(parts[-2])
+    httpx.get(f"{url}/nowhere%0Atime=now word4")
+    httpx.post(f"{url}/v1/completions", json=fields | {"prompt": "word1", "word5": "word6"})
+    httpx.get(f"{url}/health")
+    # A client that leaves has cost what was written until then.
+    context, _ = begin_stream(url, max_tokens=200)
+    context.__exit__(None, None, None)
+    process.send_signal(signal.SIGTERM)
+    code, logged = ended(process)
+    assert code == 0
+    *lines, _ = logged.splitlines()
+    found = [dict(pair.split("=", 1) for pair in line.split(" ")) for line in lines]
+    names = ["method", "path", "status", "prompt_tokens", "completion_tokens", "request_id"]
+    completions, prompt = "/v1/completions", str(answer["usage"]["prompt_tokens"])
+    *known, left = [[entry[name] for name in names] for entry in found]
+    assert known == [
+        ["POST", completions, "200", prompt, "5", answer["id"]],
+        ["POST", completions, "200", prompt, "5", last["id"]],
+        ["GET", "/nowhere%0Atime%3Dnow%20word4", "404", "-", "-", "-"],
+        ["POST", completions, "400", "-", "-", "-"],
+        ["GET", "/health", "200", "-", "-", "-"],
+    ]
+    assert left[:3] == ["POST", completions, "200"]
+    assert 1 <= int(left[4]) <= 200
+    assert all(float(entry["seconds"]) >= 0 for entry in found)
+    assert "word" not in logged.replace("%20word4", "")
 
 
 def test_what_does_not_end_in_time_is_told_so(run, capsys):
@@ -102,10 +137,12 @@ def test_what_does_not_end_in_time_is_told_so(run, capsys):
         return last.removeprefix("data: ")
 
     options = ["--max-model-len", "10000000", "--shutdown-s", "0.2", "--memory-mib", "4"]
+    options += ["--no-access-log"]
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(last_line)
         assert main(["serve", str(run), "--port", str(port), *options]) == 0
     assert json.loads(told.result())["error"]["code"] == "unavailable"
+    # Without a log of requests it is the line on speed.
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -141,7 +178,7 @@ def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(run, monkey
 def test_the_exit_code_tells_that_the_model_had_failed(is_lost, code, run, monkeypatch, capsys):
     error = PeerError("step", found="a rank that died", why="It is gone.", fix="Start again.")
 
-    def stopped(served: Served, bound: socket.socket) -> None:
+    def stopped(served: Served, bound: socket.socket, **options: object) -> None:
         if is_lost:
             served.service.loop.error = error
 
@@ -179,6 +216,10 @@ def test_an_address_in_use_is_found_before_the_model_is_read(tmp_path, capsys):
         (["--api-key-file", "/dev/null"], "empty first line"),
         (["--api-key-file", "KEY"], "outside printable ASCII"),
         (["--shutdown-s", "nan"], "shutdown_s"),
+        (["--tool-format", "hermse"], "hermes"),
+        (["--default-chat-template-kwargs", "{"], "no JSON"),
+        (["--default-chat-template-kwargs", "[]"], "a JSON object"),
+        (["--default-chat-template-kwargs", '{"tools": []}'], "tools"),
         (["--port", "0", "--dtype", "int3"], "'int3'"),
         (["--port", "0", "--max-model-len", "-1"], "max_model_len"),
     ],

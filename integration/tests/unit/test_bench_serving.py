@@ -34,7 +34,7 @@ def test_rows_of_every_part_name_what_they_are_compared_with_and_no_token_is_los
             assert float(row["ratio"]) > 0
     # Both write the same: the streams, the tiny model, and two recurrent models of two contexts.
     equal = {key: row for key, row in rows.items() if key[0].startswith("equal tokens")}
-    assert len(equal) == 6
+    assert len(equal) == 7
     for (case, unit), row in equal.items():
         assert unit == f"of {int(float(row['value']))} tokens", case
     for shape in ("GPT", "hybrid"):

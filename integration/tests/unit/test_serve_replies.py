@@ -24,6 +24,9 @@ class Texts:
     def text_of(self, token_id: int) -> str:
         return "x"
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 0
+
 
 def test_offsets_of_tokens_go_on_over_chunks_of_each_text():
     made = CompletionReply("x", "m", Texts(), num_texts=2, has_usage=False, has_logprobs=True)

@@ -154,6 +154,7 @@ def test_text_goes_before_prompts_and_several_prompts_share_a_step():
         (greedy("a", [1] * 64, 1), "64 tokens, and max_model_len is 64"),
         (greedy("a", [1] * 40, 20), "up to 60 tokens need 15 KV blocks, and num_blocks is 14"),
         (greedy("a", [1], 1, stop=("x",)), "stop, and an engine without a tokenizer"),
+        (greedy("a", [1], 1, grammar="start: A"), "grammar, and an engine without a tokenizer"),
         (greedy("a", [1], 1, logit_bias={11: 1.0}), r"token ids \[11\]"),
         (greedy("known", [1], 1), "a request of this name that is under way"),
         (greedy("a", [1], 1, priority=None), "priority None"),

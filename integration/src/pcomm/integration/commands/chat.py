@@ -8,7 +8,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import PcommError
-from pcomm.integration.commands.llm_options import add_llm_options, llm_options, print_summary
+from pcomm.integration.commands.llm_options import (
+    add_llm_options,
+    given_options,
+    llm_options,
+    print_summary,
+)
 
 if TYPE_CHECKING:
     from pcomm.inference import SamplingParams
@@ -32,9 +37,9 @@ class ChatCommand:
         """`DIR`, how tokens are drawn, and how the model is loaded."""
         add_llm_options(parser)
         parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-        parser.add_argument("--max-tokens", type=int, default=512, metavar="N")
-        parser.add_argument("--temperature", type=float, default=0.8, metavar="T")
-        parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+        parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 512")
+        parser.add_argument("--temperature", type=float, metavar="T", help="default: 0.8")
+        parser.add_argument("--top-p", type=float, metavar="P", help="default: 1")
         parser.add_argument("--seed", type=int, default=0, metavar="S")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -51,12 +56,9 @@ class ChatCommand:
         from pcomm.inference import SamplingParams
         from pcomm.integration.llm import LLM
 
-        params = SamplingParams(
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
-            seed=arguments.seed,
-        )
+        given = given_options(arguments, "max_tokens", "temperature", "top_p", "seed")
+        # A value that is wrong is said before the model is loaded.
+        SamplingParams(**given)
         messages: list[dict[str, object]] = []
         if arguments.system:
             messages.append({"role": "system", "content": arguments.system})
@@ -65,6 +67,7 @@ class ChatCommand:
             sys.stdin.reconfigure(errors="surrogateescape")
         num_left_out = 0
         with LLM(**llm_options(arguments), max_requests=1) as llm:
+            params = llm.defaults.params(given, {"max_tokens": 512, "temperature": 0.8})
             while (line := _line()) is not None:
                 if line.strip() == _NEW:
                     messages = _without_turns(messages)

@@ -11,7 +11,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.commands.llm_options import RunSummary, add_llm_options, llm_options
+from pcomm.integration.commands.llm_options import (
+    RunSummary,
+    add_llm_options,
+    given_options,
+    llm_options,
+)
 
 if TYPE_CHECKING:
     from pcomm.inference import SamplingParams
@@ -34,24 +39,25 @@ class GenerateCommand:
         prompt.add_argument(
             "--prompt-ids", metavar="1,2,3", help="what to continue, as ids of tokens"
         )
-        parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+        parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 128")
         parser.add_argument(
-            "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token"
+            "--temperature",
+            type=float,
+            metavar="T",
+            help="0: the likeliest token; default: 0.8",
         )
         parser.add_argument(
-            "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: all"
+            "--top-k", type=int, metavar="K", help="draw from the K likeliest; 0: all, the default"
         )
         parser.add_argument(
             "--top-p",
             type=float,
-            default=1.0,
             metavar="P",
             help="draw from the likeliest tokens that together have this probability",
         )
         parser.add_argument(
             "--stop",
             action="append",
-            default=[],
             metavar="TEXT",
             help="end before this text; may be given several times",
         )
@@ -66,7 +72,7 @@ class GenerateCommand:
         _check("--ranks", arguments.ranks, minimum=1)
         # As SamplingParams has it.
         _check("--seed", arguments.seed, minimum=-(2**63), below=2**64)
-        if not 0 < arguments.top_p <= 1:
+        if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
             raise ConfigError(
                 f"pcomm generate --top-p {arguments.top_p}",
                 found=f"{arguments.top_p}",
@@ -74,28 +80,25 @@ class GenerateCommand:
                 fix="Give a number above 0 and up to 1.",
             )
         _check_text("--prompt", arguments.prompt)
-        for text in arguments.stop:
+        for text in arguments.stop or ():
             _check_text("--stop", text)
         prompt: str | list[int] = arguments.prompt
         if arguments.prompt_ids is not None:
             prompt = _ids(arguments.prompt_ids)
         # Imported late, so that a mistake above does not wait for torch.
         from pcomm.core import Topology, connect, open_groups
-        from pcomm.inference import SamplingParams
         from pcomm.integration.llm import LLM
         from pcomm.integration.llm.foreign_model import load_text_for_engine
+        from pcomm.integration.llm.generation_defaults import generation_defaults
 
-        params = SamplingParams(
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            seed=arguments.seed,
-            max_tokens=arguments.max_tokens,
-            stop=tuple(arguments.stop),
+        given = given_options(
+            arguments, "temperature", "top_k", "top_p", "seed", "max_tokens", "stop"
         )
         # Before the weights: memory is taken for this one text.
         loaded = load_text_for_engine(arguments.model, ranks=arguments.ranks)
         options = llm_options(arguments)
+        defaults = generation_defaults(arguments.generation_config, loaded.generation)
+        params = defaults.params(given, {"temperature": 0.8})
         ids = loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt
         most = arguments.max_model_len or loaded.max_tokens
         if len(ids) >= most:
@@ -105,7 +108,7 @@ class GenerateCommand:
                 why="The model was not made for texts that are longer.",
                 fix="Shorten the prompt; --max-model-len N reads more at your risk.",
             )
-        options["max_model_len"] = min(most, len(ids) + arguments.max_tokens)
+        options["max_model_len"] = min(most, len(ids) + params.max_tokens)
         with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
             # The ranks of a launcher such as torchrun share the model, and all write the text.
             group = groups["tp"] if world.size > 1 else None
@@ -164,9 +167,9 @@ def _ids(text: str) -> list[int]:
     return found
 
 
-def _check(option: str, value: float, *, minimum: int, below: float = float("inf")) -> None:
+def _check(option: str, value: float | None, *, minimum: int, below: float = float("inf")) -> None:
     # Written so that NaN, which compares as false, is refused.
-    if not minimum <= value < below:
+    if value is not None and not minimum <= value < below:
         limits = f"at least {minimum}" + (f" and below {below}" if below < float("inf") else "")
         raise ConfigError(
             f"pcomm generate {option} {value}",

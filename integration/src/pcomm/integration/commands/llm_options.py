@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pcomm.inference.engine import EngineStats
     from pcomm.integration.llm.llm import LLM
 
-__all__ = ["RunSummary", "add_llm_options", "llm_options", "print_summary"]
+__all__ = ["RunSummary", "add_llm_options", "given_options", "llm_options", "print_summary"]
 
 
 def add_llm_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,12 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens that a step guesses from the text so far",
+    )
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: settings that are not given are those of the model's generation_config.json",
     )
 
 
@@ -85,7 +91,18 @@ def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": None if memory is None else memory * 2**20,
         "speculative_tokens": arguments.speculative_tokens,
         "batch_invariant": arguments.batch_invariant,
+        "generation_config": arguments.generation_config,
     }
+
+
+def given_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options among `names` that were given, by their names; the model may have others. Local.
+
+    Args:
+        arguments: What was read; an option that was not given is None.
+        names: Names of fields of `SamplingParams`.
+    """
+    return {name: found for name in names if (found := getattr(arguments, name)) is not None}
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pcomm.core.cli import what_to_install
 from pcomm.core.errors import ConfigError, UnsupportedError
@@ -56,6 +58,22 @@ class ServeCommand:
             metavar="S",
             help="/health fails when a step takes longer",
         )
+        parser.add_argument(
+            "--access-log",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="a line for each request on stderr, without its text",
+        )
+        parser.add_argument(
+            "--tool-format",
+            metavar="NAME",
+            help="how the model calls functions: hermes or llama3; default: as its template says",
+        )
+        parser.add_argument(
+            "--default-chat-template-kwargs",
+            metavar="JSON",
+            help="variables for the chat template, such as '{\"enable_thinking\": false}'",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Load, print the address, serve, and log how fast that was.
@@ -87,6 +105,8 @@ class ServeCommand:
             max_body_bytes=arguments.max_body_mib * 2**20,
             step_limit_s=arguments.step_limit_s,
             shutdown_s=arguments.shutdown_s,
+            tool_format=arguments.tool_format,
+            chat_template_kwargs=_variables(arguments.default_chat_template_kwargs),
         )
         # Before the model, so that an address in use is found at once.
         bound = bind(arguments.host, arguments.port)
@@ -100,8 +120,14 @@ class ServeCommand:
             served = create_app(llm, settings)
             if llm.implementation != "pcomm":
                 print(f"{settings.model_name} runs by {llm.implementation}", file=sys.stderr)
+            if llm.defaults.fields:
+                print(
+                    f"{settings.model_name}: {llm.defaults} by its generation_config.json, where "
+                    "a request has no such field",
+                    file=sys.stderr,
+                )
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
-            serve(served, bound)
+            serve(served, bound, access_log=sys.stderr if arguments.access_log else None)
             print_summary(llm)
             failed = served.service.loop.error
             reason = llm.failure if failed is None else f"{type(failed).__name__}: {failed}"
@@ -109,6 +135,21 @@ class ServeCommand:
                 print(f"pcomm serve: the model had failed: {reason}", file=sys.stderr)
                 return 1
         return 0
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        found = f"no JSON: {error}"
+    if isinstance(found, dict):
+        return found
+    raise ConfigError(
+        "pcomm serve --default-chat-template-kwargs",
+        found=f"{found!s:.200}",
+        why="The variables of a template have names.",
+        fix="Give a JSON object, such as '{\"enable_thinking\": false}'.",
+    )
 
 
 def _key(file: Path | None) -> str | None:

@@ -8,6 +8,7 @@ by `TransformersModel` of pcomm.inference.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from pcomm.integration.huggingface import (
 from pcomm.integration.huggingface.chat_template import plain_chat, special_tokens
 from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.model_from import check_one_model
+from pcomm.integration.huggingface.tokenizer import GENERATION
 from pcomm.integration.llm.loading import (
     LEAST_CONTEXT,
     LoadedModel,
@@ -168,6 +170,7 @@ def adopt(model: object, tokenizer: object) -> LoadedForeign:
         DirectoryTokenizer(own, _ends(adapter.model, tokenizer)),
         _template(tokenizer),
         adapter.vocabulary,
+        adapter.model.generation_config.to_diff_dict(),
     )
     return _loaded(text, adapter)
 
@@ -268,7 +271,8 @@ def _described(path: Path, reason: UnsupportedError) -> tuple[PreTrainedConfig, 
         )
     vocabulary = config.get_text_config().vocab_size
     tokenizer, template = read_tokenizer(directory), read_chat_template(directory)
-    return config, _text(path.resolve().name, config, tokenizer, template, vocabulary)
+    drawn = directory.json(GENERATION)
+    return config, _text(path.resolve().name, config, tokenizer, template, vocabulary, drawn)
 
 
 def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -318,13 +322,20 @@ def _text(
     tokenizer: DirectoryTokenizer,
     template: ChatTemplate | None,
     vocabulary: int,
+    generation: Mapping[str, Any],
 ) -> LoadedText:
     inner = config.get_text_config()
     lengths = [getattr(inner, one, None) for one in _LENGTHS]
     longest = next((one for one in lengths if isinstance(one, int) and one > 0), LEAST_CONTEXT)
     plain, stop = plain_chat()
     return LoadedText(
-        name, tokenizer, template or plain, () if template else stop, longest, vocabulary
+        name,
+        tokenizer,
+        template or plain,
+        () if template else stop,
+        longest,
+        vocabulary,
+        generation,
     )
 
 
@@ -338,10 +349,10 @@ def _ends(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _template(tokenizer: Any) -> ChatTemplate | None:
-    source = getattr(tokenizer, "chat_template", None)
+    source, tool_source = getattr(tokenizer, "chat_template", None), None
     if isinstance(source, dict):
-        source = source.get("default")
+        tool_source, source = source.get("tool_use"), source.get("default")
     if source is None:
         return None
     marks = special_tokens({name: str(one) for name, one in tokenizer.special_tokens_map.items()})
-    return ChatTemplate(source, marks, where="of the tokenizer")
+    return ChatTemplate(source, marks, where="of the tokenizer", tool_source=tool_source)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,7 @@ from pcomm.integration.llm.foreign_model import (
     load_for_engine,
     load_text_for_engine,
 )
+from pcomm.integration.llm.generation_defaults import generation_defaults, warn_unmet
 from pcomm.integration.llm.loading import LoadedModel, LoadedText
 from pcomm.integration.llm.open_requests import Delta, Generation, OpenRequests, StepEngine, joined
 from pcomm.integration.llm.weight_form import device_of, dtype_of, weight_form
@@ -87,6 +88,10 @@ class LLM:
             else is computed: products in blocks of at most 32 rows where their sums depend on the
             number of rows, prompts by 256 tokens, no prefix cache, no drafts. On a CPU in bf16 or
             fp32, on one rank or two, without experts.
+        generation_config: `auto` for the defaults of sampling that the model's
+            `generation_config.json` has, for calls without `params`; `none` for those of
+            `SamplingParams`. What pcomm does not have of it is named in one warning. Tokens that
+            end a text are read from it in either case.
 
     Attributes:
         path: Folder of the model; None for one that was in memory.
@@ -95,6 +100,7 @@ class LLM:
         engine: The engine, for a program that makes the steps itself.
         max_model_len: Most tokens of a prompt and its text together.
         max_queued: Most requests that wait.
+        defaults: What `generation_config` has given.
 
     Raises:
         ConfigError: The folder holds no model, a value cannot be used, so many ranks cannot share
@@ -124,6 +130,7 @@ class LLM:
         prefix_cache: bool = True,
         speculative_tokens: int = 0,
         batch_invariant: bool = False,
+        generation_config: str | None = "auto",
     ) -> None:
         numbers = {
             "ranks": ranks,
@@ -167,6 +174,8 @@ class LLM:
                 )
             loaded = here or load_text_for_engine(folder, ranks=ranks)
         self.path, self.loaded = folder, loaded
+        self.defaults = generation_defaults(generation_config, loaded.generation)
+        warn_unmet(loaded.name, self.defaults)
         self._foreign = here.model if isinstance(here, LoadedForeign) else None
         self.implementation = "pcomm" if self._foreign is None else "transformers"
         self.max_model_len = max_model_len or self.loaded.max_tokens
@@ -211,7 +220,7 @@ class LLM:
 
         Args:
             prompts: One prompt or many, each a text or token ids.
-            params: Settings for all, or one for each; the defaults of `SamplingParams` if absent.
+            params: Settings for all, or one for each; `get_default_sampling_params()` if absent.
 
         Returns:
             A text for each prompt, in their order. One whose computation failed has
@@ -222,7 +231,7 @@ class LLM:
         """
         self._check_open("generate")
         many = _as_many(prompts)
-        each = settings_of(params, len(many))
+        each = settings_of(params, len(many), self.get_default_sampling_params())
         ids = [self._ids(prompt) for prompt in many]
         outputs: list[list[RequestOutput]] = [[] for _ in many]
         waiting = deque(
@@ -266,7 +275,7 @@ class LLM:
 
         Args:
             prompt: Text or token ids.
-            params: Settings; the defaults of `SamplingParams` if absent.
+            params: Settings; `get_default_sampling_params()` if absent.
             request_id: Name for `abort`, unique among the texts under way; None for none.
 
         Raises:
@@ -274,43 +283,71 @@ class LLM:
             Exception: That which the model, the grammar or the tokenizer raised for this text.
         """
         self._check_open("stream")
-        request = self._request(self._ids(prompt), checked(params), request_id)
+        settings = checked(params, self.get_default_sampling_params())
+        request = self._request(self._ids(prompt), settings, request_id)
         return self._deltas(request)
 
     def chat(
-        self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generation:
         """The answer to a conversation. Local.
 
         Args:
-            messages: Mappings with `role` and `content`, the oldest first.
-            params: Settings; the defaults of `SamplingParams` if absent.
+            messages: Mappings with `role` and `content`, the oldest first; arguments of calls in
+                `tool_calls` are mappings, as templates read them.
+            params: Settings; `get_default_sampling_params()` if absent.
+            tools: Descriptions of functions as the OpenAI API has them, which the template shows to
+                the model. Calls of them stay part of the text.
+            chat_template_kwargs: Variables of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: The template of the model refuses the messages, or they are too long.
             Exception: That which the model, the grammar or the tokenizer raised for this text.
         """
-        prompt, settings = self.chat_prompt(messages, params)
+        prompt, settings = self.chat_prompt(
+            messages, params, tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
         (answer,) = self.generate([prompt], settings)
         if answer.error is not None:
             raise answer.error
         return answer
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], SamplingParams]:
         """Token ids of a conversation, and settings that end the answer where it ends. Local.
 
         Args:
             messages: Messages as for `chat`.
             params: Settings as for `chat`.
+            tools: Functions as for `chat`.
+            chat_template_kwargs: Variables as for `chat`.
 
         Raises:
             ConfigError: The template of the model refuses the messages, or they are none.
         """
         _check_messages(messages)
-        ids = self.loaded.chat_ids([dict(message) for message in messages])
-        return ids, with_stop(checked(params), self.loaded.chat_stop)
+        plain = [dict(message) for message in messages]
+        ids = self.loaded.chat_ids(plain, tools, chat_template_kwargs)
+        settings = checked(params, self.get_default_sampling_params())
+        return ids, with_stop(settings, self.loaded.chat_stop)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Settings of a call without `params`: those of the model, see `generation_config`. Local.
+
+        `dataclasses.replace` changes a field of them.
+        """
+        return self.defaults.params({})
 
     def abort(self, request_id: str) -> bool:
         """End a text that `stream` writes; its memory is free after the call. Local.
@@ -442,19 +479,22 @@ def _no_prompt(found: object) -> ConfigError:
 
 
 def settings_of(
-    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    number: int,
+    default: SamplingParams,
 ) -> list[SamplingParams]:
     """Settings for each of `number` prompts. Local.
 
     Args:
-        params: Settings for all, one for each, or None for the defaults.
+        params: Settings for all, one for each, or None.
         number: Number of prompts.
+        default: Settings for None.
 
     Raises:
         ConfigError: There are settings for another number of prompts, or they are something else.
     """
     if not isinstance(params, list | tuple):
-        return [checked(params)] * number
+        return [checked(params, default)] * number
     if len(params) != number:
         raise ConfigError(
             "LLM.generate: params",
@@ -462,17 +502,17 @@ def settings_of(
             why="Each prompt is continued with one of them.",
             fix="Give one SamplingParams for all prompts, or one for each.",
         )
-    return [checked(one) for one in params]
+    return [checked(one, default) for one in params]
 
 
-def checked(params: object) -> SamplingParams:
-    """`params`, or the defaults for None. Local.
+def checked(params: object, default: SamplingParams) -> SamplingParams:
+    """`params`, or `default` for None. Local.
 
     Raises:
         ConfigError: It is something else.
     """
     if params is None or isinstance(params, SamplingParams):
-        return params or SamplingParams()
+        return params or default
     raise ConfigError(
         "LLM: params",
         found=f"{params!r:.100}, a {type(params).__name__}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 import torch
@@ -28,11 +28,16 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
-from pcomm.integration.huggingface.chat_template import plain_chat
+from pcomm.integration.huggingface.chat_template import check_variables, plain_chat
 from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.model_from import check_one_model, kept_directory
 from pcomm.integration.huggingface.tensors import DTYPES, dtypes_of
-from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids, vocabulary_json
+from pcomm.integration.huggingface.tokenizer import (
+    GENERATION,
+    TOKENIZER,
+    end_ids,
+    vocabulary_json,
+)
 from pcomm.integration.llm.weight_form import WeightForm, weight_form
 from pcomm.integration.models.initialisation import SkipInit
 from pcomm.integration.models.language_model import LanguageModel
@@ -84,6 +89,7 @@ class LoadedText:
         max_tokens: Longest sequence it was made for; for a run, the length it was trained with, and
             at least 2,048.
         vocabulary: Number of token ids, the width of its logits.
+        generation: Content of its `generation_config.json`; empty if there is none.
     """
 
     name: str
@@ -92,6 +98,7 @@ class LoadedText:
     chat_stop: tuple[str, ...]
     max_tokens: int
     vocabulary: int
+    generation: Mapping[str, Any]
 
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a prompt, with the marks that the model wants around it. Local.
@@ -117,16 +124,25 @@ class LoadedText:
             )
         return ids
 
-    def chat_ids(self, messages: Sequence[dict[str, object]]) -> list[int]:
+    def chat_ids(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation that ends where the answer begins. Local.
 
         Args:
             messages: Mappings with `role` and `content`.
+            tools: Descriptions of functions, for the template; None for none.
+            variables: More variables for the template.
 
         Raises:
-            ConfigError: The template refuses the messages, or a text is no Unicode.
+            ConfigError: The template refuses the messages, a variable has a name of another, or a
+                text is no Unicode.
         """
-        text = self.chat_template.render(messages)
+        check_variables(variables or {})
+        text = self.chat_template.render(messages, tools=tools, **(variables or {}))
         check_unicode(text)
         return self.tokenizer.encode(text)
 
@@ -234,7 +250,8 @@ def _directory(path: Path) -> _Source:
     directory = open_directory(path)
     found = read_model(directory)
     tokenizer, template = read_tokenizer(directory), read_chat_template(directory)
-    text = _text(path, tokenizer, template, found.max_tokens or LEAST_CONTEXT, found.vocabulary)
+    longest, drawn = found.max_tokens or LEAST_CONTEXT, directory.json(GENERATION)
+    text = _text(path, tokenizer, template, longest, found.vocabulary, drawn)
 
     def fill(model: LanguageModel, group: Group | None, form: WeightForm | None) -> None:
         filled = None if form is None else form.filled(model)
@@ -259,7 +276,7 @@ def _run(path: Path) -> _Source:
         )
     config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
     longest = max(config.train.sequence_length, LEAST_CONTEXT)
-    tokenizer, template = _run_text(path)
+    tokenizer, template, drawn = _run_text(path)
 
     def fill(model: LanguageModel, group: Group | None, form: WeightForm | None) -> None:
         check_index(checkpoint)
@@ -268,7 +285,7 @@ def _run(path: Path) -> _Source:
         check_files(checkpoint, **place)
         read(checkpoint, model_shard_views(model, _ranks(group)))
 
-    text = _text(path, tokenizer, template, longest, config.data.vocabulary)
+    text = _text(path, tokenizer, template, longest, config.data.vocabulary, drawn)
     return _Source(path, text, config.model, torch.float32, fill)
 
 
@@ -281,15 +298,16 @@ def _not_a_model(path: Path) -> str:
     return "a file" if path.exists() else "no such folder"
 
 
-def _run_text(path: Path) -> tuple[PromptTokenizer, ChatTemplate | None]:
+def _run_text(path: Path) -> tuple[PromptTokenizer, ChatTemplate | None, dict[str, Any]]:
     kept = kept_directory(path)
     if kept is None:
-        return RunTokenizer(load_tokenizer(path / TOKENIZER)), None
+        return RunTokenizer(load_tokenizer(path / TOKENIZER)), None, {}
     # As the directory's own, which knows special tokens in the text of a template.
     own = tokenizers.Tokenizer.from_file(str(path / TOKENIZER))
     own.no_truncation()
     own.no_padding()
-    return DirectoryTokenizer(own, end_ids(kept, own)), read_chat_template(kept)
+    tokenizer = DirectoryTokenizer(own, end_ids(kept, own))
+    return tokenizer, read_chat_template(kept), kept.json(GENERATION)
 
 
 def _ranks(group: Group | None) -> Mapping[str, int] | None:
@@ -303,11 +321,17 @@ def _text(
     template: ChatTemplate | None,
     max_tokens: int,
     vocabulary: int,
+    generation: Mapping[str, Any],
 ) -> LoadedText:
     plain, stop = plain_chat()
-    name = path.resolve().name
     return LoadedText(
-        name, tokenizer, template or plain, () if template else stop, max_tokens, vocabulary
+        path.resolve().name,
+        tokenizer,
+        template or plain,
+        () if template else stop,
+        max_tokens,
+        vocabulary,
+        generation,
     )
 
 

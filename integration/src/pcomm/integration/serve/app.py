@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -100,6 +101,8 @@ def _add_model_routes(app: FastAPI, service: Service, llm: LLM) -> None:
         "created": created,
         "owned_by": "pcomm",
         "max_model_len": llm.max_model_len,
+        # As this server has them for requests without the fields: none are those of OpenAI's API.
+        "default_sampling_params": dict(llm.defaults.fields),
     }
 
     @app.post("/v1/completions", responses=_ERRORS)
@@ -161,6 +164,13 @@ def _add_errors(app: FastAPI) -> None:
         )
         return error_response(found)
 
+    routes = [
+        f"{method} {one.path}"
+        for one in app.routes
+        if isinstance(one, APIRoute)
+        for method in sorted(one.methods or ())
+    ]
+
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -170,6 +180,8 @@ def _add_errors(app: FastAPI) -> None:
         code = codes.get(error.status_code, "invalid_request")
         message = f"{error.detail}: {request.method} {request.url.path!r:.200}"
         headers = dict(error.headers or {})
+        if error.status_code in (404, 405):
+            message += f"; this server has {', '.join(routes)}."
         if error.status_code == 413:
             headers["Connection"] = "close"
         return error_response(ApiError(error.status_code, message, code=code, headers=headers))

@@ -6,7 +6,10 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -14,8 +17,9 @@ import tokenizers
 
 from pcomm.inference import RequestOutput
 from pcomm.inference.sampling import TokenLogprobs
+from pcomm.integration.serve.tools.call_reader import CallReader, FunctionCall, PlainReader
 
-__all__ = ["ChatReply", "CompletionReply", "Reply", "TokenTexts", "Usage"]
+__all__ = ["ChatReply", "CompletionReply", "PromptEcho", "Reply", "TokenTexts", "Usage"]
 
 Part = dict[str, Any]
 
@@ -80,14 +84,49 @@ class _Envelope:
         return self._part(self.kind) | {"choices": choices, "usage": usage.to_json()}
 
 
+@dataclass(frozen=True)
+class PromptEcho:
+    """A prompt that stands before its text in the answer.
+
+    Attributes:
+        text: The prompt.
+        token_ids: Its tokens.
+        is_alone: True for a request without tokens to write; the engine writes one all the same.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    is_alone: bool
+
+
 class CompletionReply(_Envelope):
-    """Answers of `/v1/completions`; see `_Envelope` for the arguments."""
+    """Answers of `/v1/completions`; see `_Envelope` for the other arguments.
+
+    Args:
+        answer_id: Field `id`.
+        model: Field `model`.
+        texts: Texts of single tokens.
+        echoes: What stands before each text; empty for answers without the prompts.
+    """
 
     kind = chunk_kind = "text_completion"
 
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        texts: TokenTexts,
+        *,
+        echoes: Sequence[PromptEcho] = (),
+        **envelope: Any,
+    ) -> None:
+        super().__init__(answer_id, model, texts, **envelope)
+        self._echoes = dict(enumerate(echoes))
+
     def chunks(self, place: int, output: RequestOutput) -> list[Part]:
         """See `Reply`."""
-        if not (output.text or output.finish_reason or output.logprobs):
+        is_echoed = place in self._echoes
+        if not (output.text or output.finish_reason or output.logprobs or is_echoed):
             return []
         return [self._chunk(self._choice(place, [output]))]
 
@@ -98,69 +137,124 @@ class CompletionReply(_Envelope):
 
     def _choice(self, place: int, outputs: Sequence[RequestOutput]) -> Part:
         entries = [entry for output in outputs for entry in output.logprobs]
+        text = "".join(output.text for output in outputs)
+        reason: str | None = outputs[-1].finish_reason if outputs else None
+        first: Sequence[int] = ()
+        if outputs and (echo := self._echoes.pop(place, None)) is not None:
+            if echo.is_alone:
+                text, entries, reason = "", [], "length"
+            text, first = echo.text + text, echo.token_ids[:1]
+            entries = [entry for output in outputs for entry in output.prompt_logprobs] + entries
         return {
             "index": place,
-            "text": "".join(output.text for output in outputs),
-            "logprobs": self._logprobs(place, entries) if self._has_logprobs else None,
-            "finish_reason": outputs[-1].finish_reason if outputs else None,
+            "text": text,
+            "logprobs": self._logprobs(place, entries, first) if self._has_logprobs else None,
+            "finish_reason": reason,
         }
 
-    def _logprobs(self, place: int, entries: Sequence[TokenLogprobs]) -> Part:
-        tokens = [self._texts.text_of(entry.token_id) for entry in entries]
-        offsets = []
-        for token in tokens:
+    def _logprobs(self, place: int, entries: Sequence[TokenLogprobs], first: Sequence[int]) -> Part:
+        """The field `logprobs`, with tokens before the entries, which have none."""
+        ids, offsets = [*first, *(entry.token_id for entry in entries)], []
+        nothing = [None] * len(first)
+        for token in ids:
             offsets.append(self._lengths[place])
-            self._lengths[place] += len(token)
+            # A special token is named, and no part of the text.
+            if not self._texts.is_special(token):
+                self._lengths[place] += len(self._texts.text_of(token))
         return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {self._texts.text_of(token): _finite(value) for token, value in entry.top.items()}
-                for entry in entries
-            ],
+            "tokens": [self._texts.text_of(token) for token in ids],
+            "token_logprobs": [*nothing, *(_finite(entry.logprob) for entry in entries)],
+            "top_logprobs": [*nothing, *map(self._top, entries)],
             "text_offset": offsets,
         }
 
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, value in entry.top.items():
+            # Parts of characters have one text; the likeliest of them, which comes first, keeps it.
+            found.setdefault(self._texts.text_of(token), _finite(value))
+        return found
+
 
 class ChatReply(_Envelope):
-    """Answers of `/v1/chat/completions`; see `_Envelope` for the arguments."""
+    """Answers of `/v1/chat/completions`; see `_Envelope` for the other arguments.
+
+    A call of a function is sent once it is whole, so that none is ever cut off.
+
+    Args:
+        reader: Makes what finds calls in one text.
+    """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self, *envelope: Any, reader: Callable[[], CallReader] = PlainReader, **fields: Any
+    ) -> None:
+        super().__init__(*envelope, **fields)
+        self._reader = reader
+        self._readers: dict[int, CallReader] = {}
+        self._num_calls: Counter[int] = Counter()
+
     def chunks(self, place: int, output: RequestOutput) -> list[Part]:
         """See `Reply`."""
-        if not (output.text or output.finish_reason or output.logprobs):
+        deltas: list[Part] = []
+        for found in self._read(place, output.text, output.finish_reason):
+            if isinstance(found, str):
+                deltas.append({"content": found})
+                continue
+            index = {"index": self._num_calls[place]}
+            head = index | _call(found.name, "")
+            rest = index | {"function": {"arguments": found.arguments}}
+            deltas += [{"tool_calls": [head]}, {"tool_calls": [rest]}]
+            self._num_calls[place] += 1
+        if not (deltas or output.finish_reason or output.logprobs):
             return []
-        found = []
         if place not in self._begun:
             self._begun.add(place)
-            found.append(self._delta(place, {"role": "assistant", "content": ""}))
-        delta = {"content": output.text} if output.text else {}
-        return [*found, self._delta(place, delta, output)]
+            deltas = [{"role": "assistant", "content": ""}, *(deltas or [{}])]
+        *first, last = deltas or [{}]
+        return [*(self._delta(place, one) for one in first), self._delta(place, last, output)]
 
     def whole(self, outputs: Sequence[Sequence[RequestOutput]], usage: Usage) -> Part:
         """See `Reply`."""
         choices = []
         for place, parts in enumerate(outputs):
             entries = [entry for output in parts for entry in output.logprobs]
-            text = "".join(output.text for output in parts)
+            reason = parts[-1].finish_reason if parts else None
+            found = self._read(place, "".join(output.text for output in parts), reason)
+            text = "".join(one for one in found if isinstance(one, str))
+            calls = [one for one in found if not isinstance(one, str)]
+            self._num_calls[place] = len(calls)
+            message: Part = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                listed = [_call(one.name, one.arguments) for one in calls]
+                message |= {"content": text or None, "tool_calls": listed}
             choices.append(
                 {
                     "index": place,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "message": message,
                     "logprobs": self._logprobs(entries),
-                    "finish_reason": parts[-1].finish_reason if parts else None,
+                    "finish_reason": self._finish_reason(place, reason),
                 }
             )
         return self._whole(choices, usage)
 
+    def _read(self, place: int, text: str, reason: str | None) -> list[str | FunctionCall]:
+        if place not in self._readers:
+            self._readers[place] = self._reader()
+        return self._readers[place].read(text, is_end=reason is not None)
+
+    def _finish_reason(self, place: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._num_calls[place] else reason
+
     def _delta(self, place: int, delta: Part, output: RequestOutput | None = None) -> Part:
+        reason = output.finish_reason if output else None
         return self._chunk(
             {
                 "index": place,
                 "delta": delta,
                 "logprobs": self._logprobs(output.logprobs) if output else None,
-                "finish_reason": output.finish_reason if output else None,
+                "finish_reason": self._finish_reason(place, reason),
             }
         )
 
@@ -183,6 +277,11 @@ class ChatReply(_Envelope):
         }
 
 
+def _call(name: str, arguments: str) -> Part:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
 def _finite(logprob: float) -> float:
     # JSON has neither infinities nor NaN; this is what other servers send for them.
     return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0
@@ -193,15 +292,16 @@ class Usage:
 
     Args:
         prompt_lengths: Number of tokens of each prompt, once however many texts continue it.
+        has_text: False for prompts that are not continued.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int]) -> None:
-        self._prompt, self._written = sum(prompt_lengths), 0
+    def __init__(self, prompt_lengths: Sequence[int], *, has_text: bool = True) -> None:
+        self._prompt, self._written, self._has_text = sum(prompt_lengths), 0, has_text
         self._cached: dict[int, int] = {}
 
     def add(self, place: int, output: RequestOutput) -> None:
         """Count one output of the text number `place`."""
-        self._written += len(output.token_ids)
+        self._written += len(output.token_ids) if self._has_text else 0
         self._cached[place] = output.cached_tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -230,7 +330,9 @@ class TokenTexts:
     def __init__(self, tokenizer_json: str) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
         content = json.loads(tokenizer_json)
-        self._added = {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
+        added = content.get("added_tokens") or ()
+        self._added = {one["id"]: one["content"] for one in added}
+        self._special = {one["id"] for one in added if one.get("special")}
         self._is_byte_level = '"ByteLevel"' in tokenizer_json
         self._bytes = {character: byte for byte, character in _byte_alphabet().items()}
 
@@ -246,6 +348,10 @@ class TokenTexts:
         if single := _BYTE.fullmatch(name):
             return bytes([int(single[1], 16)])
         return str(name).replace(_BLANK, " ").encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a text leaves the token out."""
+        return token_id in self._special
 
     def text_of(self, token_id: int) -> str:
         """The text of a token; bytes that are no whole character become U+FFFD."""

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from types import FrameType
+from typing import Any, TextIO
+from urllib.parse import quote
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.serve.app import Served
 
-__all__ = ["bind", "listen", "serve"]
+__all__ = ["AccessLog", "bind", "listen", "serve"]
 
 # What clients get who are told that the server stops, before their connections are cut.
 _GOODBYE_S = 2.0
 _BACKLOG = 2048
+_MOST_OF_PATH = 200
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -68,7 +74,7 @@ def _url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(served: Served, bound: socket.socket) -> None:
+def serve(served: Served, bound: socket.socket, *, access_log: TextIO | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then end what runs. Local; in the main thread.
 
     Running requests have `shutdown_s` to end; new ones are refused. After that clients are told,
@@ -77,10 +83,11 @@ def serve(served: Served, bound: socket.socket) -> None:
     Args:
         served: The application.
         bound: A socket that listens; closed at the end.
+        access_log: Gets a line for each request, see `AccessLog`; None for none.
     """
     limit_s = served.service.settings.shutdown_s
     config = uvicorn.Config(
-        served.app,
+        served.app if access_log is None else AccessLog(served.app, access_log),
         log_level="warning",
         access_log=False,
         lifespan="on",
@@ -89,6 +96,55 @@ def serve(served: Served, bound: socket.socket) -> None:
     )
     with bound, _ignored_afterwards():
         _Server(config, served, limit_s).run(sockets=[bound])
+
+
+class AccessLog:
+    """ASGI middleware that writes what was asked, and what it cost, but nothing of a text.
+
+    A line is written when an answer has ended: time, method, path without the query, status (499
+    for a client that left before it), seconds, and of what the engine has done the numbers of
+    tokens and the id of the answer, which `-` stands for elsewhere.
+
+    Args:
+        app: The application behind it.
+        file: Where the lines go; one that is closed gets none.
+    """
+
+    def __init__(self, app: ASGIApp, file: TextIO) -> None:
+        self._app, self._file = app, file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status = time.perf_counter(), 499
+        # What a request leaves in its `state` is found here.
+        state: dict[str, Any] = scope.setdefault("state", {})
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            usage = state["usage"].to_json() if "usage" in state else {}
+            fields = {
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "method": scope["method"],
+                # Quoted, so that no path begins a line of its own.
+                "path": quote(scope["path"])[:_MOST_OF_PATH],
+                "status": status,
+                "seconds": f"{time.perf_counter() - begun:.3f}",
+                "prompt_tokens": usage.get("prompt_tokens", "-"),
+                "completion_tokens": usage.get("completion_tokens", "-"),
+                "request_id": state.get("request_id", "-"),
+            }
+            line = " ".join(f"{name}={value}" for name, value in fields.items())
+            with suppress(OSError, ValueError):
+                print(line, file=self._file, flush=True)
 
 
 class _Server(uvicorn.Server):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
 from pcomm.inference import Request, SamplingParams
 from pcomm.inference.engine import EngineStats
 from pcomm.inference.sampling import GrammarCompiler
+from pcomm.integration.huggingface.chat_template import check_variables
 from pcomm.integration.llm import LLM
 from pcomm.integration.serve.api_error import ApiError
 from pcomm.integration.serve.grammar_pool import GrammarPool
@@ -36,6 +37,7 @@ from pcomm.integration.serve.request_bodies import (
 from pcomm.integration.serve.response_bodies import (
     ChatReply,
     CompletionReply,
+    PromptEcho,
     Reply,
     TokenTexts,
     Usage,
@@ -45,9 +47,12 @@ from pcomm.integration.serve.sampling import (
     check_model,
     check_prompt_ids,
     completion_params,
+    request_grammar,
     room_for,
 )
 from pcomm.integration.serve.step_loop import StepLoop
+from pcomm.integration.serve.tools.call_format import call_format
+from pcomm.integration.serve.tools.tool_use import ToolUse, plain_messages, portable
 
 __all__ = ["ServeSettings", "Service"]
 
@@ -71,6 +76,7 @@ class Service:
         self.metrics = Metrics(settings.model_name)
         self.streams = OutputStreams(settings.max_unread_tokens)
         self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
+        self._call_format = call_format(llm.loaded.chat_template.tool_source, settings.tool_format)
         self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
         self.grammars = GrammarPool(
             GrammarCompiler(llm.loaded.tokenizer, llm.loaded.vocabulary),
@@ -106,29 +112,43 @@ class Service:
         check_model(body, self.settings.model_name)
         prompts = body.prompts()
         self._check_texts(len(prompts), body)
+        grammar = request_grammar(body)
         work = asyncio.to_thread(self._encode, prompts)
         ids = await unless_gone(http.receive, work)
-        params = [completion_params(body, self._room(one, "prompt")) for one in ids]
+        defaults = self._llm.defaults
+        rooms = [self._room(one, "prompt") for one in ids]
+        params = [completion_params(body, room, grammar, defaults) for room in rooms]
         answer_id = f"cmpl-{uuid.uuid4().hex}"
-        reply = CompletionReply(
-            answer_id, **self._envelope(body, sum(map(len, params)), body.logprobs is not None)
-        )
-        return await self._answer(answer_id, ids, params, body, reply, http)
+        echoes = self._echoes(prompts, ids, body) if body.echo else []
+        envelope = self._envelope(body, sum(map(len, params)), body.logprobs is not None)
+        reply = CompletionReply(answer_id, echoes=echoes, **envelope)
+        usage = Usage([len(one) for one in ids], has_text=body.max_tokens != 0)
+        return await self._answer(answer_id, ids, params, body, reply, usage, grammar.param, http)
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
         """Answer `/v1/chat/completions`."""
         check_model(body, self.settings.model_name)
         self._check_texts(1, body)
         loaded = self._llm.loaded
-        messages = [message.plain() for message in body.messages]
+        tools = ToolUse(body, self._call_format)
+        grammar = request_grammar(body, tools)
+        given = body.chat_template_kwargs or {}
+        _check_given(given)
+        messages = plain_messages(body.messages)
+        variables = {**self.settings.chat_template_kwargs, **given}
+        work = asyncio.to_thread(loaded.chat_ids, messages, tools.descriptions, variables)
         try:
-            ids = await unless_gone(http.receive, asyncio.to_thread(loaded.chat_ids, messages))
+            ids = await unless_gone(http.receive, work)
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-        params = chat_params(body, self._room(ids, "messages"), loaded.chat_stop)
+        room, defaults = self._room(ids, "messages"), self._llm.defaults
+        params = chat_params(body, room, grammar, loaded.chat_stop, defaults)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        reply = ChatReply(answer_id, **self._envelope(body, len(params), bool(body.logprobs)))
-        return await self._answer(answer_id, [ids], [params], body, reply, http)
+        envelope = self._envelope(body, len(params), bool(body.logprobs))
+        reply, usage = ChatReply(answer_id, reader=tools.reader, **envelope), Usage([len(ids)])
+        return await self._answer(
+            answer_id, [ids], [params], body, reply, usage, grammar.param, http
+        )
 
     async def metrics_text(self) -> bytes:
         """The metrics; those of the last scrape of the engine while a step does not return."""
@@ -166,18 +186,24 @@ class Service:
         params: Sequence[Sequence[SamplingParams]],
         body: RequestFields,
         reply: Reply,
+        usage: Usage,
+        grammar_param: str | None,
         http: HttpRequest,
     ) -> Response:
         pairs = [
             (tuple(ids), one) for ids, each in zip(prompts, params, strict=True) for one in each
         ]
         # All texts of one HTTP request have the same grammar.
-        grammar = await unless_gone(http.receive, self.grammars.compile(pairs[0][1]))
+        try:
+            grammar = await unless_gone(http.receive, self.grammars.compile(pairs[0][1]))
+        except (ConfigError, UnsupportedError) as error:
+            raise ApiError(400, str(error), param=grammar_param, code="invalid_value") from error
         requests = [
             Request(f"{answer_id}-{place}", ids, one, grammar=grammar)
             for place, (ids, one) in enumerate(pairs)
         ]
-        usage = Usage([len(ids) for ids in prompts])
+        # For the access log.
+        http.state.usage, http.state.request_id = usage, answer_id
         stream = self.streams.open(requests)
         try:
             await unless_gone(http.receive, stream.submit())
@@ -222,6 +248,17 @@ class Service:
                 ids.append(prompt)
         return ids
 
+    def _echoes(
+        self, prompts: Sequence[str | list[int]], ids: Sequence[list[int]], body: CompletionRequest
+    ) -> list[PromptEcho]:
+        """What stands before each text: its prompt as it was sent, or the text of its ids."""
+        decode = self._llm.loaded.tokenizer.decode
+        return [
+            PromptEcho(text, tokens, is_alone=body.max_tokens == 0)
+            for prompt, tokens in zip(prompts, ids, strict=True)
+            for text in [prompt if isinstance(prompt, str) else decode(tokens)] * (body.n or 1)
+        ]
+
     def _room(self, prompt: Sequence[int], param: str) -> int:
         return room_for(prompt, self._llm.max_model_len, param)
 
@@ -233,6 +270,15 @@ class Service:
             "has_usage": _wants_usage(body),
             "has_logprobs": has_logprobs,
         }
+
+
+def _check_given(variables: Mapping[str, Any]) -> None:
+    param = "chat_template_kwargs"
+    portable(variables, param)
+    try:
+        check_variables(variables)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
 
 def _wants_usage(body: RequestFields) -> bool:
@@ -254,6 +300,9 @@ class ServeSettings:
         grammar_limit_s: Seconds after which a request is refused whose grammar is not compiled.
         step_limit_s: Seconds after which a step that has not returned makes `/health` fail.
         shutdown_s: Seconds that running requests have to end after SIGTERM.
+        tool_format: How the model writes calls of functions, a key of `CALL_FORMATS`; None for
+            what its chat template says.
+        chat_template_kwargs: Variables for the chat template; those of a request go before them.
     """
 
     model_name: str
@@ -266,8 +315,13 @@ class ServeSettings:
     grammar_limit_s: float = 60.0
     step_limit_s: float = 60.0
     shutdown_s: float = 30.0
+    tool_format: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_variables(self.chat_template_kwargs)
+        # Before the model is loaded, so that a name which means nothing is found at once.
+        call_format("", self.tool_format)
         for name in (
             "max_body_bytes",
             "max_unread_tokens",
