@@ -1,7 +1,7 @@
 """The page that lists which models of transformers run with which package.
 
-The outcomes are in `works_with.json` beside the models of the tests: what programs found that ran
-every family through the long form of the package's test. `reference_pages.py` writes the page.
+The outcomes are in `works_with.json` beside the models of the tests, whose long form writes them.
+`reference_pages.py` writes the page.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ HEAD = """\
 Which architectures run with which package, unchanged: models with random weights of some thousand
 parameters, by transformers {transformers} and torch {torch} on CPU, {date}. *Equal* are those whose
 result is that of the model alone; *refused* are those for which the call raises before it computes.
+Tests compare some of each list in every run, and `python3 -m nox -s soak -- -k works_with` all;
+`RECORD_WORKS_WITH=1 python3 -m nox -s soak -- -m "" -k works_with` writes the lists.
 
 """
 

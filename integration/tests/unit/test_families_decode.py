@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from integration_support.huggingface_directories import SMALL_CONFIGS, write_directory
 from integration_support.step_pools import StepPools
 from pcomm.inference import Engine, Request, SamplingParams
+from pcomm.integration.config.model_rules import resolve_model
 from pcomm.integration.huggingface.config_json import read_model
 from pcomm.integration.huggingface.directory import open_directory
 from pcomm.integration.huggingface.weights import load_weights
@@ -56,7 +57,7 @@ PROMPTS = [[5, 9, 3, 250, 17, 17, 2], [1], [(31 * n) % 300 for n in range(75)]]
 def loaded(folder: Path) -> LanguageModel:
     directory = open_directory(folder)
     found = read_model(directory)
-    model = LanguageModel(found.config, found.vocabulary)
+    model = LanguageModel(resolve_model(found.config), found.vocabulary)
     load_weights(model, found.family, directory)
     return model.eval()
 

@@ -161,6 +161,9 @@ def test_where_the_template_is_found(folder, tmp_path):
     assert template_of(tmp_path, old={"chat_template": "old"}) == "old"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     assert template_of(tmp_path, config={"chat_template": named}) == "d"
+    with_tools = read_chat_template(opened(tmp_path))
+    assert with_tools is not None
+    assert (with_tools.render([], tools=[]), with_tools.tool_source) == ("t", "t")
     setting = {"chat_template": "{{ bos_token }}", "bos_token": {"content": "<s>"}}
     assert template_of(tmp_path, config=setting) == "<s>"
     assert template_of(tmp_path, file="file") == "file"

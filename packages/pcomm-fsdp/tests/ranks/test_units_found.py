@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from core_support.works_with import check_outcome, models
 from fsdp_support.foreign_models import compare_foreign, foreign_classes
 from fsdp_support.trainings import SmallModel, model_of
 from pcomm.core.testing.on_ranks import ranks
@@ -32,14 +33,12 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in SOME else pytest.mark.soak) for n in foreign_classes()],
-)
+@pytest.mark.parametrize("name", models("pcomm-fsdp", foreign_classes(), SOME))
 @ranks(2)
-def test_a_model_of_transformers_trains_as_in_one_process(rank: int, name: str) -> None:
+def test_works_with_a_class_of_transformers_as_one_process(rank: int, name: str) -> None:
     found = compare_foreign(name, rank)
-    assert found in ("", "equal") or (name not in SOME and "differs" not in found), found
+    if rank == 0:
+        check_outcome("pcomm-fsdp", name, found)
 
 
 class Basic(nn.Module):

@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from core_support.works_with import check_outcome, models, outcome
 from gdn_cp_support.foreign_models import (
-    ALL,
     KINDS,
     compare,
     compare_with_alone,
+    model_of,
+    packed,
     rounding_errors,
 )
 from gdn_cp_support.planned_mixers import world
+from pcomm.core.errors import ConfigError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
+from pcomm.gdn_cp import context_parallel
 
 # Sums of some hundred fp32 numbers in another order, through a few layers. A token, a state or a
 # gradient that is lost changes the first or second digit.
@@ -33,12 +40,13 @@ def check(kind: str, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [*KINDS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in ALL if kind not in KINDS)],
+    "kind", models("pcomm-gdn-cp", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), KINDS)
 )
 @ranks(2)
-def test_loss_and_gradients_are_those_of_one_process(rank: int, kind: str) -> None:
-    check(kind)
+def test_works_with_a_family_as_one_process_or_refuses_it(rank: int, kind: str) -> None:
+    found = outcome(lambda: context_parallel(model_of(kind), cp()), lambda _: check(kind))
+    if rank == 0:
+        check_outcome("pcomm-gdn-cp", kind, found)
 
 
 @ranks(2)
@@ -87,3 +95,48 @@ def test_rounding_to_bf16_is_that_of_one_process(rank: int) -> None:
         ours, alone = rounding_errors(kind, cp(), LENGTHS)
         # Half of each sum is rounded before it is added up, one rounding of bf16 more.
         assert ours <= 2 * alone + 2**-8, kind
+
+
+def shifting(logits: Tensor, labels: Tensor, vocab_size: int = 0, **others: Any) -> Tensor:
+    """A loss of one's own that takes labels which are not shifted."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def averaging(logits: Tensor, labels: Tensor, shift_labels: Any = None, **others: Any) -> Tensor:
+    """A loss of one's own that divides by the labels that it sees."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+
+@ranks(2)
+def test_a_loss_that_is_no_sum_over_its_labels_is_refused(rank: int) -> None:
+    tokens, labels, offsets = packed(LENGTHS)
+    for loss in (shifting, averaging):
+        model = model_of("llama")
+        model.loss_function = loss
+        over_ranks = context_parallel(model, cp())
+        with (
+            pytest.raises(ConfigError, match="divided by num_items_in_batch"),
+            over_ranks.batch(tokens, labels=labels, cu_seqlens=offsets),
+        ):
+            pass
+        assert model.loss_function is loss
+
+
+@ranks(2)
+def test_layers_that_are_computed_again_after_their_batch_are_refused(rank: int) -> None:
+    tokens, labels, offsets = packed(LENGTHS)
+    for use_reentrant in (True, False):
+        model = model_of("llama").train()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        over_ranks = context_parallel(model, cp())
+        for _ in range(2):
+            with over_ranks.batch(tokens, labels=labels, cu_seqlens=offsets) as local:
+                output = model(**local)
+                kept = model(**local)
+                output.loss.backward()
+        with pytest.raises(ConfigError, match="after their batch has ended"):
+            kept.loss.backward()
+        assert not model._forward_hooks

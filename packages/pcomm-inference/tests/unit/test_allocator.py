@@ -37,7 +37,7 @@ def compute(memory, tokens, *, parts=(), limit=None):
     assert memory.admit(live, headroom=0)
     for stop in [*(part for part in parts if part > live.num_computed), len(tokens)]:
         live.num_computed = stop
-        memory.cache_blocks(live)
+        memory.note_computed(live)
     first, cached = live.first_block, live.cached_tokens
     memory.release(live)
     return first, cached
@@ -79,7 +79,7 @@ def test_a_full_cache_gives_up_blocks_so_that_a_request_has_neighbours():
 
 
 @pytest.mark.parametrize("num_free", [15, 16])
-def test_a_claim_takes_cached_blocks_while_less_than_a_quarter_is_free(num_free):
+def test_a_reservation_takes_cached_blocks_while_less_than_a_quarter_is_free(num_free):
     memory = memory_of(num_blocks=64)
     fill(memory, 4, 8)
     # Free blocks in pieces that no reservation of 8 fits into.
@@ -136,7 +136,7 @@ def test_a_state_is_copied_now_and_then_while_text_is_written():
     assert memory.admit(live, headroom=0)
     for _ in range(3 * SNAPSHOT_INTERVAL):
         live.num_computed = len(live.tokens)
-        memory.cache_blocks(live)
+        memory.note_computed(live)
         live.tokens.append(5)
     assert memory.uses()[1].cached == 3
     text = list(live.tokens)
@@ -156,3 +156,24 @@ def test_the_only_slot_is_taken_from_the_snapshot_that_would_be_used():
     assert [live.num_computed for live in lives] == [64, 0]
     assert memory.uses()[1].used == 2
     assert not memory.admit(request(tokens), headroom=0)
+
+
+def test_nobody_waits_for_a_prompt_whose_blocks_the_cache_cannot_keep():
+    memory, prompt = memory_of(num_blocks=24), [1, 2, 3, 4, *range(5, 15)]
+    first, second = request([*prompt[:4], 20]), request(prompt)
+    for live in (first, second):
+        # Less than half of its tokens are those of the first.
+        assert not memory.is_prefix_in_flight(live)
+        assert memory.admit(live, headroom=0)
+        assert memory.is_prefix_in_flight(request(prompt)) == (live is second)
+    first.num_computed, second.num_computed = 5, 4
+    for live in (first, second):
+        memory.note_computed(live)
+    # Another one needs the blocks of the first, which are those that the cache has of both.
+    memory.release(first)
+    assert memory.admit(request(range(50, 60)), headroom=0)
+    assert memory.is_prefix_in_flight(request(prompt))
+    second.num_computed = 6
+    memory.note_computed(second)
+    assert second.is_orphan
+    assert not memory.is_prefix_in_flight(request(prompt))

@@ -121,6 +121,7 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
             assert output.error is None
             assert output.request_id not in aborted
             found[output.request_id] += output.token_ids
+        assert engine.step_error is None
         check_pools(engine)
 
     for name, *given_values in steps:

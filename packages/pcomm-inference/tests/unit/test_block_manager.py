@@ -17,7 +17,7 @@ def test_requests_get_ascending_neighbours_and_keep_them_while_they_grow():
     assert own == [list(range(1, 9)), list(range(9, 17))]
 
 
-def test_claimed_blocks_are_taken_last_also_where_others_took_and_gave_them_back():
+def test_reserved_blocks_are_taken_last_also_where_others_took_and_gave_them_back():
     blocks = BlockManager(6)
     reservation = blocks.reserve(4)
     assert blocks.allocate(2) == [5, 6]
@@ -31,7 +31,7 @@ def test_claimed_blocks_are_taken_last_also_where_others_took_and_gave_them_back
     assert blocks.allocate(3) == [3, 4, 5]
 
 
-def test_a_run_is_found_before_scattered_blocks_and_a_claim_is_a_run():
+def test_a_run_is_found_before_scattered_blocks_and_a_reservation_is_a_run():
     blocks = BlockManager(9)
     taken = blocks.allocate(9)
     for block in (2, 4, 6, 7, 8):

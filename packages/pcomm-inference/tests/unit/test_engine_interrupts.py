@@ -158,7 +158,7 @@ def test_a_ctrl_c_at_any_line_loses_nothing():
     finally:
         signal.signal(signal.SIGINT, before)
     names = {name for _, name, _ in ctrl_c.seen}
-    assert names > {"Engine.add", "Deferral.heard", "Scheduler.schedule", "StepOutputs.advance"}
+    assert names > {"Engine.add", "Deferral.heard", "Scheduler.schedule", "OutputProcessor.advance"}
     assert num_lines > 200
 
 

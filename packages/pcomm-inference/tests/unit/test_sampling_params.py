@@ -28,6 +28,7 @@ WRONG = {
     ],
     "json_schema": [{}, True, b"{}"],
     "regex": [1, b"a", "\ud800"],
+    "grammar": [1, b"a", "\ud800"],
 }
 assert set(WRONG) == set(SamplingParams.__dataclass_fields__)
 RIGHT = {
@@ -61,6 +62,8 @@ def test_the_ends_of_ranges_are_right() -> None:
             assert getattr(SamplingParams(**{name: value}), name) == value
     with pytest.raises(ConfigError, match="json_schema and regex"):
         SamplingParams(json_schema="{}", regex="a")
+    with pytest.raises(ConfigError, match="regex and grammar"):
+        SamplingParams(regex="a", grammar='start: "a"')
 
 
 def test_lists_become_tuples_and_a_later_change_changes_nothing() -> None:

@@ -203,6 +203,15 @@ def test_a_request_goes_to_another_process_without_its_compiled_grammar(compiler
         ({"json_schema": '{"const": ""}'.ljust(65_537)}, "65537 bytes"),
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-ahead"),
+        ({"grammar": ""}, "No 'root' rule"),
+        ({"grammar": "start: a"}, "unknown name"),
+        ({"grammar": "start: <nothing>"}, "unknown special token"),
+        ({"grammar": 'start: start "a"'}, "no text satisfies it"),
+        ({"grammar": "root ::= " + "(" * 60_000}, "recursion"),
+        ({"grammar": 'start: %json {"type": "foo"}'}, "Invalid type: foo"),
+        ({"grammar": 'start: %json {"const": 1'}, "parsing an object"),
+        ({"grammar": 'start: %json {"title": "%json", "multipleOf": 10001}'}, "multipleOf 10001"),
+        ({"grammar": 'start: "a"'.ljust(65_537)}, "65537 bytes"),
     ],
 )
 def test_what_cannot_be_compiled_is_an_error_with_the_reason(compiler, settings, reason) -> None:
@@ -215,6 +224,25 @@ def test_what_cannot_be_compiled_is_an_error_with_the_reason(compiler, settings,
 @pytest.mark.parametrize("schema", ["true", "{}", '{"const": ""}'.ljust(65_536)])
 def test_schemas_of_any_text_and_of_64_kib_are_compiled(compiler, schema) -> None:
     assert compiler.compile(SamplingParams(json_schema=schema)) is not None
+    grammar = f"start: %json {schema}"[:65_536]
+    assert compiler.compile(SamplingParams(grammar=grammar)) is not None
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expression"),
+    [
+        # No regular expression counts brackets, so the test does.
+        ('start: "(" start? ")"', r"\(+\)+"),
+        ('root ::= "(" root? ")"', r"\(+\)+"),
+        ('start: WORD ("," WORD){2}\nWORD: /[a-c]{1,3}/', r"[a-c]{1,3}(,[a-c]{1,3}){2}"),
+        ('start: "n=" %json {"enum": [1, "é🙂"]}', '^n=(1|"é🙂")$'),
+    ],
+)
+def test_random_logits_give_what_the_grammar_says(tokens, compiler, grammar, expression) -> None:
+    params = [SamplingParams(seed=seed, grammar=grammar) for seed in range(10)]
+    for text in written(tokens, compiler, params):
+        assert re.fullmatch(expression, text)
+        assert text.count("(") == text.count(")")
 
 
 @pytest.mark.parametrize(

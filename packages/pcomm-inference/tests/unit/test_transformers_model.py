@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from inference_support.transformers_families import (
     tiny_family,
     write,
 )
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference import Request, SamplingParams
 from pcomm.inference.transformers import TransformersModel
 
@@ -128,6 +131,40 @@ def test_two_engines_share_a_model_beside_one_of_another() -> None:
     assert written == wanted
     adapters[0].close()
     assert write(engine_for(adapters[1]), [prompts[1]])[0][0] == wanted[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one model", "one configuration"])
+def test_engines_in_threads_take_turns(family: str, is_shared: bool) -> None:
+    first = tiny_family(family)
+    other = first if is_shared else type(first)(first.config).eval()
+    adapters = [TransformersModel(first), TransformersModel(other)]
+    prompts, before = prompts_for([9, 20, 5]), facts(first)
+    wanted = [write(engine_for(adapter), prompts) for adapter in adapters]
+    engines = [engine_for(adapter) for adapter in adapters * 2]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda engine: write(engine, prompts), engines))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == wanted * 2
+    assert facts(first) == before
+
+
+@pytest.mark.parametrize("family", ["roberta", "gemma2", "falcon_h1"])
+def test_padding_that_is_an_ordinary_number_and_fp64(family: str) -> None:
+    model, prompts = tiny_family(family, pad_token_id=3).double(), prompts_for()
+    engine = engine_for(TransformersModel(model))
+    assert difference(model, prompts, write(engine, prompts)) is None
+
+
+@pytest.mark.parametrize("function", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_an_adapter_is_refused(function: Callable[[Any], Any]) -> None:
+    adapter = TransformersModel(tiny_family("llama"))
+    with pytest.raises(UnsupportedError, match="a copy of it"):
+        function(adapter)
 
 
 def rope(kind: str) -> dict[str, Any]:

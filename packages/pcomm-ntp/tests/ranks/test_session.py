@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import multiprocessing as mp
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -36,10 +37,21 @@ from ntp_support.session_events import (
 from pcomm.core import Groups, Topology
 from pcomm.core.errors import ConfigError, FencedError, TopologyError
 from pcomm.core.process import RankPlace, RankReport, ResilientRanks
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing.programs import scaled_s, wait_until
-from pcomm.ntp import Failures, NtpPlan, Policy, Session, StateLostError, StoreLostError, TrainState
+from pcomm.ntp import (
+    Failures,
+    NtpPlan,
+    Policy,
+    Session,
+    StateLostError,
+    StoreLostError,
+    TrainState,
+    Units,
+)
 from pcomm.ntp.session import Timeouts
 from pcomm.ntp.session.failure_detection import SuspectedFailure
+from pcomm.ntp.session.training_state import StateTransfer
 
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
 
@@ -156,8 +168,12 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
     # Ranks 1 and 3 hold the same units, and no other rank does. The second one dies before the
     # state has moved.
     faults = (Fault(1, "forward", 2), Fault(3, "build", 1))
-    for restore in (None, from_the_start):
-        reports = run_ranks(4, train_in_session, TOPOLOGY, 3, faults, {"restore": restore})
+    for restore, task in (
+        (None, train_in_session),
+        (from_the_start, train_in_session),
+        (from_the_start, _train_with_a_restore_that_ends_on_one_rank),
+    ):
+        reports = run_ranks(4, task, TOPOLOGY, 3, faults, {"restore": restore})
         if restore is None:
             errors = {rank: report.error for rank, report in reports.items()}
             assert isinstance(errors[0], StateLostError), errors
@@ -168,6 +184,21 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
             assert [one.step for one in own.steps] == [0, 1, 0, 1, 2]
             assert own.steps[:2] != own.steps[2:4]
             assert_seen({rank: Seen(own.steps[2:], own.states)}, 3)
+
+
+def _train_with_a_restore_that_ends_on_one_rank(place: RankPlace, *args: Any) -> Any:
+    """Train; of the state that is lost, restoring ends on rank 0 and fails on rank 2."""
+    inner, number = StateTransfer.restore, count()
+
+    def restore(*args: Any) -> int:
+        applied = inner(*args)
+        # The first time is that at the start.
+        if next(number) == 1 and place.rank == 2:
+            raise SuspectedFailure("all_reduce", found="connection reset", why="", fix="")
+        return applied
+
+    StateTransfer.restore = restore  # type: ignore[method-assign]
+    return train_in_session(place, *args)
 
 
 @pytest.mark.parametrize(("gone", "saves"), [(0, True), (1, False)])
@@ -327,12 +358,40 @@ def _leave_at_one(place: RankPlace) -> None:
         return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
 
     with Session(place, Topology({"dp": 3, "tp": 1}), {}, build) as session:
-        for attempt in session.attempts(until=3):
-            with attempt as step:
-                step.backward(session.model(torch.ones(1, 1)).sum())
-                step.commit()
-                if (place.rank, step.number) == (1, 1):
-                    break
+        _train_until_one(session, (1,))
+
+
+def _train_until_one(session: Session, leaving: Sequence[int]) -> None:
+    for attempt in session.attempts(until=3):
+        with attempt as step:
+            step.backward(session.model(torch.ones(1, 1)).sum())
+            step.commit()
+            if step.number == 1 and session.rank in leaving:
+                break
+
+
+def test_an_idle_rank_hears_that_the_others_have_left_the_loop() -> None:
+    reports = run_ranks(3, _leave_beside_an_idle_rank)
+    assert [reports[rank].has_finished for rank in range(3)] == [True, True, False]
+    assert "has ended after 2 steps" in str(reports[2].error)
+
+
+def _leave_beside_an_idle_rank(place: RankPlace) -> None:
+    """Train on ranks 0 and 1, which attempt two steps of three."""
+
+    def build(plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
+        torch.manual_seed(0)
+        columns, over = plan.layout("0.weight", 0), groups["tp"].collectives
+        layers = ColumnParallelLinear(1, columns, over), RowParallelLinear(columns, 1, over)
+        model = torch.nn.Sequential(*layers)
+        return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
+
+    topology, units = Topology({"dp": 1, "tp": 4}), {"*.weight": Units.columns(4)}
+    options = {"policy": Policy(rounding="nice"), "failures": Failures.from_global_ranks([3])}
+    limits = Timeouts(heartbeat_s=0.2, dead_after_s=10, leave_s=20, operation_s=30)
+    with Session(place, topology, units, build, timeouts=limits, **options) as session:
+        assert session.is_idle == (place.rank == 2)
+        _train_until_one(session, (0, 1))
 
 
 @pytest.mark.parametrize("point", ["forward", "ready"])

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import PcommError
+from pcomm.core.errors import DivergenceError, PcommError, PeerError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing import ranks
 from pcomm.ntp import Failures, NtpPlan, Session, TrainState, Units
@@ -212,6 +212,30 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
         return TrainState(model, torch.optim.Muon(model.parameters(), lr=0.01))
 
     cases.fails("UnsupportedError: Session: optimizer Muon of '0.weight'", muon, **uneven)
+
+
+@ranks(3)
+def test_a_rank_that_lost_its_peers_ends_since_they_have_drifted_apart(rank, tmp_path):
+    cases, compare = Cases(rank, tmp_path), recovery.differing_units
+
+    def norms(*place: Any) -> TrainState:
+        optimizer = Norms((model := layers(*place)).parameters(), lr=0.01)
+        optimizer.is_elementwise = True  # type: ignore[attr-defined]
+        return TrainState(model, optimizer)
+
+    def lost(*arguments: Any, **options: Any) -> str | None:
+        found = compare(*arguments, **options)
+        if found is not None and rank == 2:
+            # The others have the result first, and close their connections.
+            raise PeerError("all_gather", found="a connection closed by its peer", why="", fix="")
+        return found
+
+    recovery.differing_units = lost
+    try:
+        with pytest.raises(DivergenceError, match="trained by Norms"):
+            cases.train(norms, axes=(2, 2), gone=[3], until=2)
+    finally:
+        recovery.differing_units = compare
 
 
 @ranks(2)

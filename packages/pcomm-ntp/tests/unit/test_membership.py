@@ -44,7 +44,7 @@ def test_a_process_that_has_waited_too_long_is_not_taken_in() -> None:
     with pytest.raises(PeerTimeoutError) as found:
         late.enter()
     assert member.wants_in()
-    late.leave(str(found.value))
+    late.leave(found.value)
     assert not member.wants_in()
     late.close()
     member.close()
@@ -68,11 +68,11 @@ def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a
         # One process has the rank; the other one waits for it to be free.
         assert not member.wants_in()
         assert not waiting[0].done()
-        later.leave("its program ends")
+        later.leave(SystemExit("its program ends"))
         member.form_quorum("rank 1 has left", RankState(1))
         waiting[0].result()
         assert spare.ranks == member.ranks == (0, 1)
-        assert member.gone == {1: "its program ends"}
+        assert member.gone == {1: "SystemExit: its program ends"}
     for one in (member, spare, later):
         one.close()
 
@@ -198,10 +198,10 @@ def test_a_rank_that_came_to_the_quorum_and_left_is_gone() -> None:
     leaver.enter()
     # Interrupted while it waits for the others.
     leaver.records.say(0, 1, RankState(0))
-    leaver.leave("KeyboardInterrupt")
+    leaver.leave(KeyboardInterrupt("by the user"))
     decision, states = member.form_quorum("rank 1 has left", RankState(0))
     assert decision.ranks == (0,)
-    assert decision.gone == {1: "KeyboardInterrupt"}
+    assert decision.gone == {1: "KeyboardInterrupt: by the user"}
     assert states == {0: RankState(0)}
     member.close()
     leaver.close()

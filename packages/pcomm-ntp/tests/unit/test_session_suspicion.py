@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from types import SimpleNamespace
@@ -20,9 +21,16 @@ from pcomm.core.groups.spec import CommOptions, grant
 from pcomm.core.testing.assertions import Living, left_behind
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s, wait_until
 from pcomm.ntp.session import Timeouts, generation
-from pcomm.ntp.session.failure_detection import SuspectedFailure, Watch, translating_errors
+from pcomm.ntp.session.failure_detection import (
+    ExitReports,
+    SuspectedFailure,
+    Watch,
+    translating_errors,
+)
 from pcomm.ntp.session.generation import run_abandonable
-from pcomm.ntp.session.records import Records
+from pcomm.ntp.session.quorum import Quorum
+from pcomm.ntp.session.records import Decision, Records
+from pcomm.ntp.session.resume_point import RankState
 
 # Memory is lacking again in each generation; any other error of torch's may be another rank's.
 ERRORS = [
@@ -144,6 +152,22 @@ def test_a_rank_that_is_late_to_begin_is_not_silent() -> None:
     wait_until(lambda: watch.failure() is not None, "word of a rank that began and is silent")
     assert "rank 1: no heartbeat" in str(watch.failure())
     watch.close()
+
+
+@pytest.mark.parametrize(("generation", "expected"), [(0, (0, 1)), (1, (0,))])
+def test_a_quorum_waits_for_a_rank_that_is_late_to_begin(generation, expected) -> None:
+    """Another rank may die meanwhile; in a later generation one that has no beat is silent."""
+    store = dist.HashStore()
+    records, turns = Records(store), itertools.count()
+
+    def begin_late() -> None:
+        if next(turns) == 2:
+            records.say(generation, 1, RankState())
+
+    limits = Timeouts(dead_after_s=0.0)
+    quorum = Quorum(records, ExitReports(store), generation, (0, 1), {}, limits)
+    found = quorum.attend(0, RankState(), lambda there, gone: Decision(tuple(there)), begin_late)
+    assert found.ranks == expected
 
 
 def test_a_rank_that_never_begins_a_later_generation_is_silent() -> None:

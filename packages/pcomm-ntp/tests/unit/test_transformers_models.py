@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from core_support.works_with import check_outcome, models, outcome
 from ntp_support.foreign_training import (
     assert_trains_like_one_process,
     causal_families,
@@ -62,19 +63,14 @@ def test_two_steps_equal_one_process(kind: str) -> None:
     assert_trains_like_one_process(foreign_model(kind, key_heads=4), (4, 3))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", list(causal_families()))
-def test_every_family_equals_one_process_or_is_refused(kind: str) -> None:
-    try:
-        whole = foreign_model(kind)
-    except Exception as problem:
-        pytest.skip(f"no tiny model: {problem}")
-    if not whole.tp_plan:
-        refused(UnsupportedError, "no tp_plan", units_of, whole)
-    elif kind in REFUSED:
-        refused(UnsupportedError, REFUSED[kind], units_of, whole)
-    else:
-        assert_trains_like_one_process(whole, (2, 1))
+@pytest.mark.parametrize(
+    "kind", models("pcomm-ntp", causal_families(), ("olmo2", "bloom", "apertus", "inkling_text"))
+)
+def test_works_with_a_family_as_one_process_or_refuses_it(kind: str) -> None:
+    found = outcome(
+        lambda: foreign_model(kind), lambda whole: assert_trains_like_one_process(whole, (2, 1))
+    )
+    check_outcome("pcomm-ntp", kind, found)
 
 
 def test_a_replica_of_three_degrees() -> None:

@@ -12,22 +12,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from core_support.works_with import check_outcome, models, outcome
 from nvls_support.emulation import emulate
 from pcomm.core.testing import ranks
 
 FEW = ("llama", "qwen2", "mixtral")
 MORE = (
-    "cohere",
-    "gemma2",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "qwen3",
-    "qwen3_moe",
-    "starcoder2",
+    *("cohere", "gemma2", "glm4", "gpt_oss", "granite", "mistral", "olmo2", "phi3", "qwen3"),
+    *("qwen3_moe", "starcoder2"),
 )
 
 
@@ -83,14 +75,9 @@ def check_model(kind: str) -> None:
     assert taken >= (1 if kind == "gpt_oss" else 2 * config.num_hidden_layers), told
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", models("pcomm-nvls", (*FEW, *MORE), FEW))
 @ranks(2, leaves="torch keeps the meshes of DTensors in a cache")
-def test_a_model_under_its_own_plan_has_the_logits_of_gloo(rank: int, kind: str) -> None:
-    check_model(kind)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", MORE)
-@ranks(2, leaves="torch keeps the meshes of DTensors in a cache")
-def test_more_models_under_their_own_plans_have_the_logits_of_gloo(rank: int, kind: str) -> None:
-    check_model(kind)
+def test_works_with_a_model_under_its_own_plan_as_gloo_does(rank: int, kind: str) -> None:
+    found = outcome(lambda: kind, check_model)
+    if rank == 0:
+        check_outcome("pcomm-nvls", kind, found)

@@ -179,6 +179,22 @@ def test_what_has_no_kernel_goes_to_gloo_and_says_why(rank: int) -> None:
 
 
 @ranks(2)
+def test_other_names_of_torch_for_what_has_no_kernel_are_counted(rank: int) -> None:
+    with group_of() as group:
+        # All-to-all before torch 2.13.
+        x, out = torch.arange(2.0) + 10 * rank, torch.empty(2)
+        group.alltoall_base(out, x, [], [], dist.AllToAllOptions()).wait()
+        assert out.tolist() == [rank, 10 + rank]
+        if rank:
+            dist.send(x, 0, group=group)
+        else:
+            assert dist.recv(out, group=group) == 1
+            assert out.tolist() == [10, 11]
+        last = "send" if rank else "recv_anysource"
+        assert [name for name, _ in group.passed] == ["alltoall_base", last]
+
+
+@ranks(2)
 def test_sizes_that_do_not_fit_are_refused_by_torch_on_all_ranks(rank: int) -> None:
     with group_of() as group:
         with pytest.raises((RuntimeError, ValueError)):
@@ -319,3 +335,39 @@ def test_what_cannot_be_registered_is_refused_before_a_group_is_made(rank: int) 
         pytest.raises(ConfigError, match="a backend of that name"),
     ):
         register_backend()
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nvls", "nvls"])
+@ranks(2)
+def test_the_default_group_of_a_program_is_of_this_backend(rank, backend, tmp_path) -> None:
+    emulate()
+    from pcomm.nvls import register_backend
+
+    register_backend()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    x = torch.full((8,), rank + 1.0)
+    dist.all_reduce(x)
+    assert x.tolist() == [3.0] * 8
+    world: Any = dist.group.WORLD
+    assert dict(world.taken) == {("all_reduce", "lamport"): 1}
+    dist.destroy_process_group()
+
+
+@ranks(3)
+def test_sums_of_a_deterministic_group_are_in_the_order_of_the_ranks(rank: int) -> None:
+    """Below and above what its kernels take; in gloo's order some would be rounded otherwise."""
+    with group_of(deterministic=True) as group:
+        from pcomm.nvls.references import sum_in_rank_order
+
+        for length in (64, 3 << 12, 3 * 5):
+            generator = torch.Generator().manual_seed(0)
+            parts = [torch.randn(length, generator=generator) * 32.0**r for r in range(3)]
+            x, part, total = parts[rank].clone(), torch.empty(length // 3), sum_in_rank_order(parts)
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, total), length
+            if not length % 3:
+                SCATTER(part, parts[rank], group=group)
+                assert torch.equal(part, total.chunk(3)[rank]), length
+        assert {name for name, _ in group.passed} >= {"all_reduce", "reduce_scatter_tensor"}

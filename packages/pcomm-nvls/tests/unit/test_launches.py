@@ -131,6 +131,17 @@ def test_a_call_that_differs_is_checked_again(workspace, launches):
     assert X.data_ptr() in addresses(X, out)
 
 
+def test_a_sum_in_place_is_launched_again(workspace, launches):
+    x = torch.zeros_like(X)
+    for _ in range(4):
+        assert all_reduce(x, out=x, workspace=workspace) is x
+    out = torch.empty_like(x)
+    assert all_reduce(x, out=out, workspace=workspace) is out
+    assert all_reduce(x, workspace=workspace) is not x
+    assert len({launch[0] for launch in launches}) == 1
+    assert [list(launch).count(x.data_ptr()) for launch in launches] == [2, 2, 2, 2, 1, 1]
+
+
 def test_turns_go_on_through_repeated_calls(workspace, launches):
     places = [workspace.regions.slot(place) for place in range(2)]
     for _ in range(3):

@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused() -> None:
 @given(st.integers(1, 72), st.integers(1, 1 << 24), st.integers(1, 3), st.integers(0, 1 << 20))
 def test_regions_follow_each_other(world: int, slot: int, slots: int, low: int) -> None:
     regions = Regions(world, slot, slots, low)
-    starts = [0, *(regions.slot(place) for place in range(slots)), regions.low_latency]
+    starts = [0, *(regions.slot(place) for place in range(slots)), regions.lamport_region]
     lengths = [MAX_BLOCKS * world * 4, *([slot] * slots), low]
     ends = [*starts[1:], regions.num_bytes]
     for start, length, end in zip(starts, lengths, ends, strict=True):

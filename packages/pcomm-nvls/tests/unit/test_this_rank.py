@@ -11,7 +11,7 @@ import torch
 from pcomm.core.doctor.report import CudaFacts, DeviceFacts
 from pcomm.core.memory.backing import this_host
 from pcomm.nvls import _capability as this_rank
-from pcomm.nvls._capability import MULTICAST, NOTHING, ThisRank
+from pcomm.nvls._capability import DIST, MULTICAST, ThisRank
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -62,10 +62,10 @@ def test_the_facts_are_those_of_the_device_that_is_named(monkeypatch: pytest.Mon
 def test_without_triton_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ThisRank().facts(CPU)
     assert found.triton
-    assert found.level()[0] in (NOTHING, MULTICAST)
+    assert found.level()[0] in (DIST, MULTICAST)
     monkeypatch.setitem(sys.modules, "triton", None)
     found = ThisRank().facts(CPU)
     assert (found.triton, found.architecture) == ("", "cpu")
     level, reason = found.level()
-    assert level == NOTHING
+    assert level == DIST
     assert reason.startswith("Triton cannot be imported (ModuleNotFoundError: ")

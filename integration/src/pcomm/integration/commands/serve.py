@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pcomm.core.cli import what_to_install
 from pcomm.core.errors import ConfigError, UnsupportedError
@@ -62,6 +64,16 @@ class ServeCommand:
             default=True,
             help="a line for each request on stderr, without its text",
         )
+        parser.add_argument(
+            "--tool-format",
+            metavar="NAME",
+            help="how the model calls functions: hermes or llama3; default: as its template says",
+        )
+        parser.add_argument(
+            "--default-chat-template-kwargs",
+            metavar="JSON",
+            help="variables for the chat template, such as '{\"enable_thinking\": false}'",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Load, print the address, serve, and log how fast that was.
@@ -93,6 +105,8 @@ class ServeCommand:
             max_body_bytes=arguments.max_body_mib * 2**20,
             step_limit_s=arguments.step_limit_s,
             shutdown_s=arguments.shutdown_s,
+            tool_format=arguments.tool_format,
+            chat_template_kwargs=_variables(arguments.default_chat_template_kwargs),
         )
         # Before the model, so that an address in use is found at once.
         bound = bind(arguments.host, arguments.port)
@@ -121,6 +135,21 @@ class ServeCommand:
                 print(f"pcomm serve: the model had failed: {reason}", file=sys.stderr)
                 return 1
         return 0
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        found = f"no JSON: {error}"
+    if isinstance(found, dict):
+        return found
+    raise ConfigError(
+        "pcomm serve --default-chat-template-kwargs",
+        found=f"{found!s:.200}",
+        why="The variables of a template have names.",
+        fix="Give a JSON object, such as '{\"enable_thinking\": false}'.",
+    )
 
 
 def _key(file: Path | None) -> str | None:

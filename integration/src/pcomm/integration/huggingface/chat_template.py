@@ -17,11 +17,18 @@ from jinja2.utils import Namespace
 from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.directory import ModelDirectory
 
-__all__ = ["ChatTemplate", "plain_chat", "read_chat_template", "special_tokens"]
+__all__ = [
+    "ChatTemplate",
+    "check_variables",
+    "plain_chat",
+    "read_chat_template",
+    "special_tokens",
+]
 
 Message = Mapping[str, Any]
 _FILE, _OLD_FILE, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_OWN_NAMES = {"add_generation_prompt", "documents", "messages", "self", "tools"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -32,6 +39,11 @@ class ChatTemplate:
         source: Template in jinja2's language.
         special_tokens: Texts of `bos_token`, `eos_token` and others, which templates name.
         where: Name of the file, for errors.
+        tool_source: Another template for conversations with tools; None for the same.
+
+    Attributes:
+        source: Template of conversations.
+        tool_source: Template of those with tools.
 
     Raises:
         ConfigError: The source is no template.
@@ -43,10 +55,13 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         where: str = "template",
+        tool_source: str | None = None,
     ) -> None:
         self.source, self._special, self._where = source, dict(special_tokens or {}), where
+        self.tool_source = source if tool_source is None else tool_source
         try:
             self._template = _environment().from_string(source)
+            self._tool_template = _environment().from_string(self.tool_source)
         except (TemplateError, RecursionError) as error:
             raise self._failed(error) from error
 
@@ -72,8 +87,9 @@ class ChatTemplate:
         # As transformers does: a key without a value is one that the message does not have.
         given = [{k: v for k, v in one.items() if v is not None} for one in messages]
         plain = _plain([_with_reasoning(message) for message in given])
+        template = self._template if tools is None else self._tool_template
         try:
-            return self._template.render(
+            return template.render(
                 **{**self._special, **_plain(variables)},
                 messages=plain,
                 tools=_plain(tools),
@@ -103,10 +119,25 @@ class ChatTemplate:
         )
 
 
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse variables of names that `ChatTemplate.render` has for something else. Local.
+
+    Raises:
+        ConfigError: One of them is `messages`, `tools`, or another such name.
+    """
+    if taken := sorted(_OWN_NAMES & set(variables)):
+        raise ConfigError(
+            "chat_template_kwargs",
+            found=", ".join(taken),
+            why="The template gets these from the conversation and the tools.",
+            fix="Leave them out; messages and tools are given by themselves.",
+        )
+
+
 def read_chat_template(directory: ModelDirectory) -> ChatTemplate | None:
     """The chat template of a directory; None if it has none. Local.
 
-    Of several it is the one named `default`, as in transformers.
+    Of several it is the one named `default`, and for tools `tool_use`, as in transformers.
 
     Raises:
         ConfigError: A file of it is damaged.
@@ -117,11 +148,13 @@ def read_chat_template(directory: ModelDirectory) -> ChatTemplate | None:
         return ChatTemplate(text, special, where=str(directory.folder / _FILE))
     for name in (_TOKENIZER, _OLD_FILE):
         found = (settings if name == _TOKENIZER else directory.json(name)).get("chat_template")
+        tool_source = None
         if isinstance(found, list):
             named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-            found = named.get("default")
+            found, tool_source = named.get("default"), named.get("tool_use")
         if isinstance(found, str):
-            return ChatTemplate(found, special, where=str(directory.folder / name))
+            where = str(directory.folder / name)
+            return ChatTemplate(found, special, where=where, tool_source=tool_source)
     return None
 
 

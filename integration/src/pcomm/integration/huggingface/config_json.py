@@ -13,7 +13,8 @@ from pcomm.integration.config.model_rules import expert_blocks, mixers, resolve_
 from pcomm.integration.config.sections import ModelConfig, ResolvedModel, attribute_of
 from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.families import FAMILIES
-from pcomm.integration.huggingface.families.family import Family, count_of, refused
+from pcomm.integration.huggingface.families.family import Family, count_of, damaged, refused
+from pcomm.integration.huggingface.families.fields import SCALINGS, normalises
 
 __all__ = ["TRAINING", "DirectoryModel", "effective", "read_model", "write_config"]
 
@@ -26,8 +27,9 @@ NO_EFFECT = frozenset(
         *("transformers_version", "use_bfloat16", "use_cache"),
         # Training and other tasks.
         *("attention_dropout", "classifier_dropout", "embd_pdrop", "finetuning_task"),
-        *("hidden_dropout", "id2label", "initializer_range", "label2id", "problem_type"),
-        *("resid_pdrop", "task_specific_params", "tf_legacy_loss"),
+        *("hidden_dropout", "id2label", "initializer_range", "label2id", "output_router_logits"),
+        *("problem_type", "resid_pdrop", "router_aux_loss_coef", "task_specific_params"),
+        *("tf_legacy_loss",),
         # Token ids and lengths.
         *("bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id"),
         *("forced_eos_token_id", "is_decoder", "max_position_embeddings", "max_window_layers"),
@@ -55,7 +57,10 @@ ONE_VALUE: Mapping[str, Any] = MappingProxyType(
         "is_encoder_decoder": False,
         "pruned_heads": {},
         "quantization_config": None,
+        "rms_norm": True,
+        "rope_interleaved": False,
         "tie_encoder_decoder": False,
+        "use_mrope": False,
     }
 )
 """Fields of which one value is supported, beside null."""
@@ -125,7 +130,7 @@ def write_config(
         return _family(carried), dict(carried)
     differences: dict[Family, list[str]] = {}
     for family in FAMILIES:
-        written = _written(family, model, vocabulary)
+        written = {**family.write(model), "vocab_size": vocabulary}
         try:
             read_back = resolve_model(_read(family, written))
         except (ConfigError, UnsupportedError) as error:
@@ -154,15 +159,10 @@ def write_config(
 def effective(model: ResolvedModel) -> dict[str, Any]:
     """The keys of `[model]` that change a number of this model, with their values. Local."""
     letters, with_experts = mixers(model), expert_blocks(model)
-    scaled = {"normalised": True, "probability": False}
     by_part: tuple[tuple[bool, dict[str, Any]], ...] = (
         ("A" in letters, _taken(model, "heads kv_heads head_dim qk_norm qkv_bias attention_gate")),
         ("A" in letters, _taken(model, "rope_theta rotary_fraction rope_scaling")),
-        ("A" in letters and model.rope_scaling != "none", _taken(model, "rope_factor")),
-        (
-            "A" in letters and model.rope_scaling == "llama3",
-            _taken(model, "rope_low_frequency rope_high_frequency rope_original_context"),
-        ),
+        ("A" in letters, _taken(model, " ".join(SCALINGS[model.rope_scaling]))),
         ("G" in letters, _taken(model, "gdn_key_heads gdn_value_heads gdn_key_dim gdn_value_dim")),
         (
             "M" in letters,
@@ -174,7 +174,7 @@ def effective(model: ResolvedModel) -> dict[str, Any]:
         (
             any(with_experts),
             _taken(model, "experts experts_per_token expert_width shared_expert_width")
-            | {"expert_weights": scaled.get(model.expert_weights, model.experts_per_token > 1)},
+            | {"expert_weights": normalises(model)},
         ),
         (any(with_experts) and model.shared_expert_width > 0, _taken(model, "shared_expert_gate")),
     )
@@ -208,8 +208,7 @@ def _family(their: Mapping[str, Any]) -> Family:
 
 
 def _read(family: Family, their: Mapping[str, Any]) -> ModelConfig:
-    used = {name for field in family.fields for name in field.names}
-    allowed = used | NO_EFFECT | set(family.ignored_fields) | ONE_VALUE.keys()
+    allowed = {*family.names, *family.ignored_fields, *NO_EFFECT, *ONE_VALUE}
     for name, value in their.items():
         if name in ONE_VALUE and value is not None and value != ONE_VALUE[name]:
             raise refused(name, value, f"{json.dumps(ONE_VALUE[name])}")
@@ -221,33 +220,13 @@ def _read(family: Family, their: Mapping[str, Any]) -> ModelConfig:
                 why="It may change what the model computes, and would be ignored without a word.",
                 fix="Take it out of config.json if you know that it changes no number.",
             )
-    ours: dict[str, Any] = dict(family.keys)
-    sources: dict[str, str] = {}
-    for field in family.fields:
-        found = field.read(their)
-        sources |= dict.fromkeys(found, field.names[0])
-        ours |= found
+    ours = family.read(their)
     try:
-        return ModelConfig(**{attribute_of(name): value for name, value in ours.items()})
+        return ModelConfig(**{attribute_of(key): value for key, (value, _) in ours.items()})
     except ConfigError as error:
-        keys = [key for key in sources if f"model.{key}" in error.asked.split(", ")]
-        raise ConfigError(
-            "config.json: " + (", ".join(dict.fromkeys(sources[key] for key in keys)) or "?"),
-            found=error.found,
-            why=error.why,
-            fix="Copy config.json again from where the directory came from.",
-        ) from None
-
-
-def _written(family: Family, model: ResolvedModel, vocabulary: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": vocabulary,
-    }
-    for field in family.fields:
-        fields |= field.write(model)
-    return fields
+        wrong = error.asked.split(", ")
+        names = [name for key, (_, name) in ours.items() if f"model.{key}" in wrong]
+        raise damaged(", ".join(dict.fromkeys(names)) or "?", error.found, error.why) from None
 
 
 def _means(their: Mapping[str, Any], model: ResolvedModel, vocabulary: int) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.directory import ModelDirectory
 
-__all__ = ["DTYPES", "NAMES", "SHORT_NAMES", "TensorFiles", "dtypes_of", "saved_dtypes"]
+__all__ = ["DTYPES", "SHORT_NAMES", "TensorFiles", "dtypes_of", "saved_dtypes"]
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 """Dtypes that are read, by their names in a safetensors file."""
-
-
-NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-"""Their names in `config.json`."""
 
 
 SHORT_NAMES: Mapping[str, torch.dtype] = {

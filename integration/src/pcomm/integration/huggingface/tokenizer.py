@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,10 @@ SETTINGS = "tokenizer_config.json"
 
 GENERATION = "generation_config.json"
 """The file that says how text is written, and where it ends."""
+
+
+# Without blanks and letters of other scripts, for which a vocabulary has an alphabet of its own.
+_MARK = re.compile("<[!-~]*>")
 
 
 class DirectoryTokenizer:
@@ -80,6 +85,8 @@ def vocabulary_json(tokenizer_json: str) -> str:
     """The content of a `tokenizer.json` without the expressions that cut a text into words. Local.
 
     Grammars need the bytes of each token alone, and their library cannot compile each expression.
+    It takes each added token in angle brackets for a special one, which is no text; those of them
+    that give text, such as `<tool_call>`, are words of the vocabulary here.
 
     Args:
         tokenizer_json: The whole content.
@@ -88,6 +95,11 @@ def vocabulary_json(tokenizer_json: str) -> str:
     step = content.get("pre_tokenizer") or {}
     kept = [one for one in step.get("pretokenizers", [step]) if one and one["type"] != "Split"]
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": kept} if kept else None
+    added = content.get("added_tokens") or []
+    words = [one for one in added if not one["special"] and _MARK.fullmatch(one["content"])]
+    if content["model"].get("type") == "BPE" and words:
+        content["model"]["vocab"] |= {one["content"]: one["id"] for one in words}
+        content["added_tokens"] = [one for one in added if one not in words]
     return json.dumps(content)
 
 

@@ -25,7 +25,7 @@ from pcomm.integration.huggingface.config_json import read_model
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory, open_directory
 from pcomm.integration.huggingface.families.family import Family, RowRange, TensorMap, map_tensors
 from pcomm.integration.huggingface.model_from import directory_config
-from pcomm.integration.huggingface.tensors import DTYPES, NAMES, TensorFiles, dtypes_of
+from pcomm.integration.huggingface.tensors import DTYPES, TensorFiles, dtypes_of
 from pcomm.integration.models.initialisation import SkipInit
 from pcomm.integration.models.language_model import LanguageModel
 
@@ -144,7 +144,7 @@ def load_weights(
         for name in layouts:
             layout, parameter = layouts[name], model.get_parameter(name)
             rank = (ranks or {}).get(layout.scope, 0)
-            _fill(parameter, tensors.segments[name], layout, rank, files, tensors.middles)
+            _fill(parameter, tensors.segments[name], layout, rank, files)
             del parameter
             if filled is not None:
                 filled(name)
@@ -158,7 +158,7 @@ def tensor_map(model: LanguageModel, family: Family) -> TensorMap:
         name: tuple(layouts[name].logical_shape(parameter.shape))
         for name, parameter in model.named_parameters()
     }
-    return map_tensors(family.tensors, model.config, shapes)
+    return map_tensors(family, model.config, shapes)
 
 
 def _fill(
@@ -167,7 +167,6 @@ def _fill(
     layout: ParamLayout,
     rank: int,
     files: TensorFiles,
-    middles: frozenset[str],
 ) -> None:
     # The rows of a parameter lie along all of its dimensions but the last.
     local = parameter.detach()
@@ -188,7 +187,7 @@ def _fill(
                 read = files.read(segment.theirs, *places)
                 file = files.infos[segment.theirs].file
                 check_numbers(read, parameter.dtype, file=file, name=segment.theirs)
-                if segment.theirs in middles:
+                if read.dim() > 2:
                     read = read.flatten(1)
                 if last is None:
                     target.copy_(read)
@@ -383,7 +382,7 @@ def export_model(
         partial.mkdir(parents=True)
         tensors = _tensors(model, family, dtype, exceptions or {}, allow_not_finite)
         _write_weights(tensors, partial, max_shard_bytes)
-        _write_json(partial / CONFIG, _with_dtype(config, NAMES[dtype]))
+        _write_json(partial / CONFIG, _with_dtype(config, _short(dtype)))
         for name, content in files.items():
             (partial / name).write_bytes(content)
         if out.exists():
@@ -441,8 +440,8 @@ def _not_finite(name: str, values: Tensor) -> ConfigError:
 def _overflow(name: str, dtype: torch.dtype) -> ConfigError:
     return ConfigError(
         f"convert: {name}",
-        found=f"numbers that are infinite as {NAMES[dtype]}",
-        why=f"The largest number of {NAMES[dtype]} is {torch.finfo(dtype).max:g}.",
+        found=f"numbers that are infinite as {_short(dtype)}",
+        why=f"The largest number of {_short(dtype)} is {torch.finfo(dtype).max:g}.",
         fix="Write the weights as bf16 or fp32: `--dtype bf16`.",
     )
 

@@ -349,10 +349,10 @@ def _ends(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _template(tokenizer: Any) -> ChatTemplate | None:
-    source = getattr(tokenizer, "chat_template", None)
+    source, tool_source = getattr(tokenizer, "chat_template", None), None
     if isinstance(source, dict):
-        source = source.get("default")
+        tool_source, source = source.get("tool_use"), source.get("default")
     if source is None:
         return None
     marks = special_tokens({name: str(one) for name, one in tokenizer.special_tokens_map.items()})
-    return ChatTemplate(source, marks, where="of the tokenizer")
+    return ChatTemplate(source, marks, where="of the tokenizer", tool_source=tool_source)

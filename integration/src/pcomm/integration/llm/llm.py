@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -288,38 +288,57 @@ class LLM:
         return self._deltas(request)
 
     def chat(
-        self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generation:
         """The answer to a conversation. Local.
 
         Args:
-            messages: Mappings with `role` and `content`, the oldest first.
+            messages: Mappings with `role` and `content`, the oldest first; arguments of calls in
+                `tool_calls` are mappings, as templates read them.
             params: Settings; `get_default_sampling_params()` if absent.
+            tools: Descriptions of functions as the OpenAI API has them, which the template shows to
+                the model. Calls of them stay part of the text.
+            chat_template_kwargs: Variables of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: The template of the model refuses the messages, or they are too long.
             Exception: That which the model, the grammar or the tokenizer raised for this text.
         """
-        prompt, settings = self.chat_prompt(messages, params)
+        prompt, settings = self.chat_prompt(
+            messages, params, tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
         (answer,) = self.generate([prompt], settings)
         if answer.error is not None:
             raise answer.error
         return answer
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, object]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], SamplingParams]:
         """Token ids of a conversation, and settings that end the answer where it ends. Local.
 
         Args:
             messages: Messages as for `chat`.
             params: Settings as for `chat`.
+            tools: Functions as for `chat`.
+            chat_template_kwargs: Variables as for `chat`.
 
         Raises:
             ConfigError: The template of the model refuses the messages, or they are none.
         """
         _check_messages(messages)
-        ids = self.loaded.chat_ids([dict(message) for message in messages])
+        plain = [dict(message) for message in messages]
+        ids = self.loaded.chat_ids(plain, tools, chat_template_kwargs)
         settings = checked(params, self.get_default_sampling_params())
         return ids, with_stop(settings, self.loaded.chat_stop)
 

@@ -28,7 +28,7 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
-from pcomm.integration.huggingface.chat_template import plain_chat
+from pcomm.integration.huggingface.chat_template import check_variables, plain_chat
 from pcomm.integration.huggingface.directory import CONFIG, check_no_gguf
 from pcomm.integration.huggingface.model_from import check_one_model, kept_directory
 from pcomm.integration.huggingface.tensors import DTYPES, dtypes_of
@@ -124,16 +124,25 @@ class LoadedText:
             )
         return ids
 
-    def chat_ids(self, messages: Sequence[dict[str, object]]) -> list[int]:
+    def chat_ids(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation that ends where the answer begins. Local.
 
         Args:
             messages: Mappings with `role` and `content`.
+            tools: Descriptions of functions, for the template; None for none.
+            variables: More variables for the template.
 
         Raises:
-            ConfigError: The template refuses the messages, or a text is no Unicode.
+            ConfigError: The template refuses the messages, a variable has a name of another, or a
+                text is no Unicode.
         """
-        text = self.chat_template.render(messages)
+        check_variables(variables or {})
+        text = self.chat_template.render(messages, tools=tools, **(variables or {}))
         check_unicode(text)
         return self.tokenizer.encode(text)
 

@@ -17,7 +17,7 @@ __all__ = ["GrammarPool"]
 
 _log = logging.getLogger("pcomm.serve")
 
-Key = tuple[str | None, str | None]
+Key = tuple[str | None, str | None, str | None]
 
 
 class _Job:
@@ -80,11 +80,11 @@ class GrammarPool:
             ConfigError: It cannot be compiled, or not within the limit.
             UnsupportedError: No grammar can be compiled here.
         """
-        if params.json_schema is None and params.regex is None:
+        key = (params.json_schema, params.regex, params.grammar)
+        if not any(text is not None for text in key):
             return None
         if (kept := self._compiler.kept(params)) is not None:
             return kept
-        key = (params.json_schema, params.regex)
         job = self._jobs.get(key) or self._new_job(key, params)
         job.num_waiting += 1
         try:

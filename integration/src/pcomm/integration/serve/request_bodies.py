@@ -12,10 +12,16 @@ from pcomm.integration.serve.api_error import ApiError
 
 __all__ = [
     "MOST_CHOICES",
+    "AnyMessage",
+    "AssistantMessage",
     "ChatRequest",
     "CompletionRequest",
+    "JsonObjectFormat",
     "JsonSchemaFormat",
+    "NamedTool",
     "RequestFields",
+    "StructuredOutputs",
+    "ToolMessage",
     "unreadable_body",
     "validation_error",
 ]
@@ -77,12 +83,23 @@ ResponseFormat = Annotated[
 ]
 
 
+class StructuredOutputs(Fields):
+    """What the text follows, by exactly one field; names and meanings are vLLM's."""
+
+    # Not named `json`: pydantic's models have a method of that name.
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+
 class RequestFields(Fields):
     """How tokens are drawn and when a text ends; null is the same as a field that is absent.
 
     `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids` and `ignore_eos` are not
-    OpenAI's; they are those of `SamplingParams`, and the names that other servers use. `user`,
-    `safety_identifier` and `prompt_cache_key` have no effect.
+    OpenAI's; they are those of `SamplingParams`, and the names that other servers use, as is
+    `structured_outputs`. `user`, `safety_identifier` and `prompt_cache_key` have no effect.
     """
 
     model: str
@@ -108,6 +125,7 @@ class RequestFields(Fields):
         None
     )
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
@@ -121,49 +139,106 @@ class TextPart(Fields):
     text: str
 
 
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
 class Message(Fields):
-    """One message of a conversation; tools and pictures are not supported.
+    """What the system or the user says; pictures are not supported."""
 
-    An answer may be sent back as clients keep it, with null for what it has not.
-    """
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+class CalledFunction(Fields):
+    """A function that the model has called, and the JSON of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(Fields):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Fields):
+    """An answer of the model, as clients keep it, with null for what it has not."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
     name: str | None = None
     annotations: Nothing = None
     audio: None = None
     function_call: None = None
     refusal: None = None
-    tool_calls: Nothing = None
+    tool_calls: list[MessageCall] | None = None
 
-    def plain(self) -> dict[str, object]:
-        """The message as templates read it: with one text."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        # `developer` is the newer name, which templates do not know.
-        role = "system" if self.role == "developer" else self.role
-        found: dict[str, object] = {"role": role, "content": text}
-        return found | ({"name": self.name} if self.name is not None else {})
+
+class ToolMessage(Fields):
+    """What a function has returned."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+AnyMessage = Annotated[Message | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionFields(Fields):
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class FunctionName(Fields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(RequestFields):
     """Answer a conversation, `n` times.
 
     The fields from `store` on take the values that ask for nothing, as clients send them by
-    default; `metadata` and `parallel_tool_calls` have no effect with any value.
+    default; `metadata` has no effect with any value. `chat_template_kwargs` are variables for the
+    template of the model, as vLLM has them.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[AnyMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    tools: Nothing = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     functions: Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -212,8 +287,7 @@ _UNSUPPORTED = frozenset(
     (
         *("audio", "best_of", "function_call", "functions", "modalities", "moderation"),
         *("prediction", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
-        *("service_tier", "store", "suffix", "tool_calls", "tool_call_id", "tool_choice", "tools"),
-        *("verbosity", "web_search_options"),
+        *("service_tier", "store", "suffix", "verbosity", "web_search_options"),
     )
 )
 """Fields of the OpenAI API that this server refuses, unless their value changes nothing."""

@@ -6,7 +6,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ import tokenizers
 
 from pcomm.inference import RequestOutput
 from pcomm.inference.sampling import TokenLogprobs
+from pcomm.integration.serve.tools.call_reader import CallReader, FunctionCall, PlainReader
 
 __all__ = ["ChatReply", "CompletionReply", "PromptEcho", "Reply", "TokenTexts", "Usage"]
 
@@ -174,44 +177,84 @@ class CompletionReply(_Envelope):
 
 
 class ChatReply(_Envelope):
-    """Answers of `/v1/chat/completions`; see `_Envelope` for the arguments."""
+    """Answers of `/v1/chat/completions`; see `_Envelope` for the other arguments.
+
+    A call of a function is sent once it is whole, so that none is ever cut off.
+
+    Args:
+        reader: Makes what finds calls in one text.
+    """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self, *envelope: Any, reader: Callable[[], CallReader] = PlainReader, **fields: Any
+    ) -> None:
+        super().__init__(*envelope, **fields)
+        self._reader = reader
+        self._readers: dict[int, CallReader] = {}
+        self._num_calls: Counter[int] = Counter()
+
     def chunks(self, place: int, output: RequestOutput) -> list[Part]:
         """See `Reply`."""
-        if not (output.text or output.finish_reason or output.logprobs):
+        deltas: list[Part] = []
+        for found in self._read(place, output.text, output.finish_reason):
+            if isinstance(found, str):
+                deltas.append({"content": found})
+                continue
+            index = {"index": self._num_calls[place]}
+            head = index | _call(found.name, "")
+            rest = index | {"function": {"arguments": found.arguments}}
+            deltas += [{"tool_calls": [head]}, {"tool_calls": [rest]}]
+            self._num_calls[place] += 1
+        if not (deltas or output.finish_reason or output.logprobs):
             return []
-        found = []
         if place not in self._begun:
             self._begun.add(place)
-            found.append(self._delta(place, {"role": "assistant", "content": ""}))
-        delta = {"content": output.text} if output.text else {}
-        return [*found, self._delta(place, delta, output)]
+            deltas = [{"role": "assistant", "content": ""}, *(deltas or [{}])]
+        *first, last = deltas or [{}]
+        return [*(self._delta(place, one) for one in first), self._delta(place, last, output)]
 
     def whole(self, outputs: Sequence[Sequence[RequestOutput]], usage: Usage) -> Part:
         """See `Reply`."""
         choices = []
         for place, parts in enumerate(outputs):
             entries = [entry for output in parts for entry in output.logprobs]
-            text = "".join(output.text for output in parts)
+            reason = parts[-1].finish_reason if parts else None
+            found = self._read(place, "".join(output.text for output in parts), reason)
+            text = "".join(one for one in found if isinstance(one, str))
+            calls = [one for one in found if not isinstance(one, str)]
+            self._num_calls[place] = len(calls)
+            message: Part = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                listed = [_call(one.name, one.arguments) for one in calls]
+                message |= {"content": text or None, "tool_calls": listed}
             choices.append(
                 {
                     "index": place,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "message": message,
                     "logprobs": self._logprobs(entries),
-                    "finish_reason": parts[-1].finish_reason if parts else None,
+                    "finish_reason": self._finish_reason(place, reason),
                 }
             )
         return self._whole(choices, usage)
 
+    def _read(self, place: int, text: str, reason: str | None) -> list[str | FunctionCall]:
+        if place not in self._readers:
+            self._readers[place] = self._reader()
+        return self._readers[place].read(text, is_end=reason is not None)
+
+    def _finish_reason(self, place: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._num_calls[place] else reason
+
     def _delta(self, place: int, delta: Part, output: RequestOutput | None = None) -> Part:
+        reason = output.finish_reason if output else None
         return self._chunk(
             {
                 "index": place,
                 "delta": delta,
                 "logprobs": self._logprobs(output.logprobs) if output else None,
-                "finish_reason": output.finish_reason if output else None,
+                "finish_reason": self._finish_reason(place, reason),
             }
         )
 
@@ -232,6 +275,11 @@ class ChatReply(_Envelope):
             "logprob": _finite(logprob),
             "bytes": list(found),
         }
+
+
+def _call(name: str, arguments: str) -> Part:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _finite(logprob: float) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pcomm.inference import SamplingParams
@@ -13,11 +14,23 @@ from pcomm.integration.serve.api_error import ApiError, no_such_model
 from pcomm.integration.serve.request_bodies import (
     ChatRequest,
     CompletionRequest,
+    JsonObjectFormat,
     JsonSchemaFormat,
     RequestFields,
+    StructuredOutputs,
 )
+from pcomm.integration.serve.tools.call_format import lark_words
+from pcomm.integration.serve.tools.tool_use import ToolUse
 
-__all__ = ["chat_params", "check_model", "check_prompt_ids", "completion_params", "room_for"]
+__all__ = [
+    "RequestGrammar",
+    "chat_params",
+    "check_model",
+    "check_prompt_ids",
+    "completion_params",
+    "request_grammar",
+    "room_for",
+]
 
 # As in the OpenAI API, where completions are short unless more is asked for.
 _COMPLETION_TOKENS = 16
@@ -80,14 +93,79 @@ def check_prompt_ids(prompt: Sequence[int], vocabulary: int) -> None:
         raise _invalid("prompt", f"prompt: {known}, and not {wrong[0]}.")
 
 
+@dataclass(frozen=True)
+class RequestGrammar:
+    """What the texts of a request follow.
+
+    Attributes:
+        param: Field of the request that asks for it.
+        settings: The one field of `SamplingParams` for it; empty for any text.
+    """
+
+    param: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def request_grammar(request: RequestFields, tools: ToolUse | None = None) -> RequestGrammar:
+    """What the texts of a request follow. Local.
+
+    Args:
+        request: The fields.
+        tools: What it says of tools; None for a request without them.
+
+    Raises:
+        ApiError: It asks for two grammars, or `structured_outputs` has not exactly one field.
+    """
+    form = request.response_format if isinstance(request, ChatRequest) else None
+    answer: dict[str, Any] | None = None
+    if isinstance(form, JsonSchemaFormat):
+        answer = form.json_schema.schema_
+    elif isinstance(form, JsonObjectFormat):
+        answer = {"type": "object"}
+    if request.structured_outputs is not None:
+        found = _structured(request.structured_outputs)
+        if answer is not None or (tools is not None and tools.descriptions):
+            other = "tools" if answer is None else "response_format"
+            raise _invalid(
+                "structured_outputs", f"A text cannot follow both structured_outputs and {other}."
+            )
+        return found
+    if tools is not None and (grammar := tools.grammar(answer)) is not None:
+        return RequestGrammar("tools", {"grammar": grammar})
+    if answer is not None:
+        return RequestGrammar("response_format", {"json_schema": json.dumps(answer)})
+    return RequestGrammar()
+
+
+def _structured(fields: StructuredOutputs) -> RequestGrammar:
+    every = fields.model_dump(by_alias=True)
+    given = {name: value for name, value in every.items() if value not in (None, False)}
+    if len(given) != 1:
+        raise _invalid(
+            "structured_outputs",
+            "structured_outputs has exactly one of json, json_object, regex, choice, grammar; "
+            f"{', '.join(given) or 'none'} was given.",
+        )
+    ((name, value),) = given.items()
+    setting, text = name, value
+    if name == "json":
+        setting, text = "json_schema", value if isinstance(value, str) else json.dumps(value)
+    elif name == "json_object":
+        setting, text = "json_schema", '{"type": "object"}'
+    elif name == "choice":
+        setting, text = "grammar", f"start: ANY\nANY: {' | '.join(map(lark_words, value))}"
+    return RequestGrammar(f"structured_outputs.{name}", {setting: text})
+
+
 def completion_params(
-    request: CompletionRequest, room: int, defaults: GenerationDefaults
+    request: CompletionRequest, room: int, grammar: RequestGrammar, defaults: GenerationDefaults
 ) -> list[SamplingParams]:
     """Settings of each of the `n` texts of one prompt. Local.
 
     Args:
         request: The fields.
         room: Most tokens that may follow the prompt.
+        grammar: What the texts follow.
         defaults: Settings for the fields that it has not.
 
     Raises:
@@ -101,20 +179,29 @@ def completion_params(
         limit = defaults.fields.get("max_tokens", _COMPLETION_TOKENS)
     # The engine gives the log-probabilities of a prompt with the first token behind it.
     limit = min(max(limit, 1), room)
-    prompt_logprobs = request.logprobs if request.echo else None
     return _params(
-        request, limit, defaults, logprobs=request.logprobs, prompt_logprobs=prompt_logprobs
+        request,
+        limit,
+        grammar,
+        defaults,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
     )
 
 
 def chat_params(
-    request: ChatRequest, room: int, stop: tuple[str, ...], defaults: GenerationDefaults
+    request: ChatRequest,
+    room: int,
+    grammar: RequestGrammar,
+    stop: tuple[str, ...],
+    defaults: GenerationDefaults,
 ) -> list[SamplingParams]:
     """Settings of each of the `n` answers. Local.
 
     Args:
         request: The fields.
         room: Most tokens that may follow the conversation.
+        grammar: What the answers follow.
         stop: Strings that end an answer of this model beside those that are asked for.
         defaults: Settings for the fields that it has not.
 
@@ -135,9 +222,9 @@ def chat_params(
     return _params(
         request,
         min(limit or defaults.fields.get("max_tokens", room), room),
+        grammar,
         defaults,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        json_schema=_schema(request),
         more_stop=stop,
     )
 
@@ -146,27 +233,18 @@ def _invalid(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def _schema(request: ChatRequest) -> str | None:
-    form = request.response_format
-    if form is None or form.type == "text":
-        return None
-    if isinstance(form, JsonSchemaFormat):
-        return json.dumps(form.json_schema.schema_)
-    return '{"type": "object"}'
-
-
 def _params(
     fields: RequestFields,
     max_tokens: int,
+    grammar: RequestGrammar,
     defaults: GenerationDefaults,
     *,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
-    json_schema: str | None = None,
     more_stop: tuple[str, ...] = (),
 ) -> list[SamplingParams]:
     given = {name: getattr(fields, name) for name in _SAME_NAMES}
-    given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "json_schema": json_schema}
+    given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, **grammar.settings}
     stop = defaults.fields.get("stop", ()) if fields.stop is None else fields.stop
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     settings: dict[str, Any] = {k: value for k, value in given.items() if value is not None}

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
 from pcomm.inference import Request, SamplingParams
 from pcomm.inference.engine import EngineStats
 from pcomm.inference.sampling import GrammarCompiler
+from pcomm.integration.huggingface.chat_template import check_variables
 from pcomm.integration.llm import LLM
 from pcomm.integration.serve.api_error import ApiError
 from pcomm.integration.serve.grammar_pool import GrammarPool
@@ -46,9 +47,12 @@ from pcomm.integration.serve.sampling import (
     check_model,
     check_prompt_ids,
     completion_params,
+    request_grammar,
     room_for,
 )
 from pcomm.integration.serve.step_loop import StepLoop
+from pcomm.integration.serve.tools.call_format import call_format
+from pcomm.integration.serve.tools.tool_use import ToolUse, plain_messages, portable
 
 __all__ = ["ServeSettings", "Service"]
 
@@ -72,6 +76,7 @@ class Service:
         self.metrics = Metrics(settings.model_name)
         self.streams = OutputStreams(settings.max_unread_tokens)
         self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
+        self._call_format = call_format(llm.loaded.chat_template.tool_source, settings.tool_format)
         self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
         self.grammars = GrammarPool(
             GrammarCompiler(llm.loaded.tokenizer, llm.loaded.vocabulary),
@@ -107,32 +112,43 @@ class Service:
         check_model(body, self.settings.model_name)
         prompts = body.prompts()
         self._check_texts(len(prompts), body)
+        grammar = request_grammar(body)
         work = asyncio.to_thread(self._encode, prompts)
         ids = await unless_gone(http.receive, work)
         defaults = self._llm.defaults
-        params = [completion_params(body, self._room(one, "prompt"), defaults) for one in ids]
+        rooms = [self._room(one, "prompt") for one in ids]
+        params = [completion_params(body, room, grammar, defaults) for room in rooms]
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         echoes = self._echoes(prompts, ids, body) if body.echo else []
         envelope = self._envelope(body, sum(map(len, params)), body.logprobs is not None)
         reply = CompletionReply(answer_id, echoes=echoes, **envelope)
         usage = Usage([len(one) for one in ids], has_text=body.max_tokens != 0)
-        return await self._answer(answer_id, ids, params, body, reply, usage, http)
+        return await self._answer(answer_id, ids, params, body, reply, usage, grammar.param, http)
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
         """Answer `/v1/chat/completions`."""
         check_model(body, self.settings.model_name)
         self._check_texts(1, body)
         loaded = self._llm.loaded
-        messages = [message.plain() for message in body.messages]
+        tools = ToolUse(body, self._call_format)
+        grammar = request_grammar(body, tools)
+        given = body.chat_template_kwargs or {}
+        _check_given(given)
+        messages = plain_messages(body.messages)
+        variables = {**self.settings.chat_template_kwargs, **given}
+        work = asyncio.to_thread(loaded.chat_ids, messages, tools.descriptions, variables)
         try:
-            ids = await unless_gone(http.receive, asyncio.to_thread(loaded.chat_ids, messages))
+            ids = await unless_gone(http.receive, work)
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
         room, defaults = self._room(ids, "messages"), self._llm.defaults
-        params = chat_params(body, room, loaded.chat_stop, defaults)
+        params = chat_params(body, room, grammar, loaded.chat_stop, defaults)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        reply = ChatReply(answer_id, **self._envelope(body, len(params), bool(body.logprobs)))
-        return await self._answer(answer_id, [ids], [params], body, reply, Usage([len(ids)]), http)
+        envelope = self._envelope(body, len(params), bool(body.logprobs))
+        reply, usage = ChatReply(answer_id, reader=tools.reader, **envelope), Usage([len(ids)])
+        return await self._answer(
+            answer_id, [ids], [params], body, reply, usage, grammar.param, http
+        )
 
     async def metrics_text(self) -> bytes:
         """The metrics; those of the last scrape of the engine while a step does not return."""
@@ -171,13 +187,17 @@ class Service:
         body: RequestFields,
         reply: Reply,
         usage: Usage,
+        grammar_param: str | None,
         http: HttpRequest,
     ) -> Response:
         pairs = [
             (tuple(ids), one) for ids, each in zip(prompts, params, strict=True) for one in each
         ]
         # All texts of one HTTP request have the same grammar.
-        grammar = await unless_gone(http.receive, self.grammars.compile(pairs[0][1]))
+        try:
+            grammar = await unless_gone(http.receive, self.grammars.compile(pairs[0][1]))
+        except (ConfigError, UnsupportedError) as error:
+            raise ApiError(400, str(error), param=grammar_param, code="invalid_value") from error
         requests = [
             Request(f"{answer_id}-{place}", ids, one, grammar=grammar)
             for place, (ids, one) in enumerate(pairs)
@@ -252,6 +272,15 @@ class Service:
         }
 
 
+def _check_given(variables: Mapping[str, Any]) -> None:
+    param = "chat_template_kwargs"
+    portable(variables, param)
+    try:
+        check_variables(variables)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from error
+
+
 def _wants_usage(body: RequestFields) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
 
@@ -271,6 +300,9 @@ class ServeSettings:
         grammar_limit_s: Seconds after which a request is refused whose grammar is not compiled.
         step_limit_s: Seconds after which a step that has not returned makes `/health` fail.
         shutdown_s: Seconds that running requests have to end after SIGTERM.
+        tool_format: How the model writes calls of functions, a key of `CALL_FORMATS`; None for
+            what its chat template says.
+        chat_template_kwargs: Variables for the chat template; those of a request go before them.
     """
 
     model_name: str
@@ -283,8 +315,13 @@ class ServeSettings:
     grammar_limit_s: float = 60.0
     step_limit_s: float = 60.0
     shutdown_s: float = 30.0
+    tool_format: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_variables(self.chat_template_kwargs)
+        # Before the model is loaded, so that a name which means nothing is found at once.
+        call_format("", self.tool_format)
         for name in (
             "max_body_bytes",
             "max_unread_tokens",

@@ -108,10 +108,10 @@ class StepBatch:
     """A ragged batch: the new tokens of N requests one after the other, without padding.
 
     Requests that decode (one new token each, something computed before) come first, then those
-    with chunks of a prompt. Tensors are on the device of the model. Where a step is replayed from a
-    CUDA graph, tensors are static buffers that are padded with requests that write to a block and a
-    slot which belong to no request; `is_decode` is then true and the host's numbers are those of
-    the capture, which only say the shape.
+    with chunks of a prompt, or drafts. Tensors are on the device of the model. Where a step is
+    replayed from a CUDA graph, tensors are static buffers that are padded with requests that write
+    to a block and a slot which belong to no request; `is_decode` is then true and the host's
+    numbers are those of the capture, which only say the shape.
 
     Attributes:
         tokens_T: int64, the new tokens.
@@ -126,8 +126,8 @@ class StepBatch:
         slot_mapping_T: int64, where keys and values of each new token go: the number of the block
             times the block size, plus the offset in the block.
         first_blocks: The first block of each request whose blocks are neighbours in ascending
-            order, so that its keys and values are one slice of memory; None for one whose blocks
-            are scattered, or given back. On the host.
+            order; None for one whose blocks are scattered, or given back. On the host, for a model
+            that reads keys and values as one slice of memory, which `paged_attention` does not.
         state_slots_N: int64, the state slot of each request.
         logits_rows: int64 `[L]`, the tokens of the T whose logits are wanted.
         prepared: Values that the first layer of a kind computed from the fields above for those
@@ -149,7 +149,7 @@ class StepBatch:
 
     @property
     def num_requests(self) -> int:
-        """N."""
+        """Number of requests, N."""
         return len(self.context_lens)
 
     @property

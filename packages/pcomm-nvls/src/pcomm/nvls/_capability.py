@@ -25,9 +25,9 @@ from pcomm.core.groups.group import Group
 from pcomm.core.memory.backing import this_host
 
 __all__ = [
+    "DIST",
     "MAX_RANKS",
     "MULTICAST",
-    "NOTHING",
     "PEERS",
     "Capability",
     "RankFacts",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-NOTHING, PEERS, MULTICAST = 0, 1, 2
+DIST, PEERS, MULTICAST = 0, 1, 2
 """Levels: torch.distributed alone, access to the memory of peers, and a multicast address too."""
 
 _LEAST_TRITON = (3, 6)
@@ -92,22 +92,22 @@ class RankFacts:
     def level(self) -> tuple[int, str]:
         """How far this rank could go with others like it, and why not further."""
         if not self.triton:
-            return NOTHING, f"Triton cannot be imported ({self.triton_error})"
+            return DIST, f"Triton cannot be imported ({self.triton_error})"
         if _numbers(self.triton) < _LEAST_TRITON:
             least = ".".join(map(str, _LEAST_TRITON))
-            return NOTHING, f"Triton {self.triton} is older than {least}"
+            return DIST, f"Triton {self.triton} is older than {least}"
         if not self.is_cuda:
             if self.is_emulated:
                 return MULTICAST, ""
-            return NOTHING, "tensors are on the CPU: set TRITON_INTERPRET=1 to emulate"
+            return DIST, "tensors are on the CPU: set TRITON_INTERPRET=1 to emulate"
         if self.is_emulated:
-            return NOTHING, "TRITON_INTERPRET=1 is set, which emulates kernels on the CPU only"
+            return DIST, "TRITON_INTERPRET=1 is set, which emulates kernels on the CPU only"
         if self.compute_capability is None:
-            return NOTHING, "no CUDA device"
+            return DIST, "no CUDA device"
         if self.compute_capability < _LEAST_CAPABILITY:
-            return NOTHING, f"compute capability of {self.architecture} is below 9.0"
+            return DIST, f"compute capability of {self.architecture} is below 9.0"
         if self.symmetric_memory_error:
-            return NOTHING, f"torch has no symmetric memory ({self.symmetric_memory_error})"
+            return DIST, f"torch has no symmetric memory ({self.symmetric_memory_error})"
         if self.has_multicast is None:
             return PEERS, "the driver is too old to know of multicast"
         if not self.has_multicast:
@@ -299,7 +299,7 @@ def capability(
     if group.size == 1:
         alone = "one rank moves nothing"
         return Capability(False, False, "cpu", 1, alone, alone)
-    level, told = NOTHING, _RankReport()
+    level, told = DIST, _RankReport()
     try:
         where = default_device() if device is None else torch.device(device)
         facts = (ThisRank() if probe is None else probe).facts(where)

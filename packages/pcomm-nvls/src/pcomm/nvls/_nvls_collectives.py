@@ -41,8 +41,8 @@ class NvlsCollectives(InstrumentedCollectives):
     All-gathers, reduce-scatters and sums over all ranks go where the table of the workspace sends
     them; if that is deterministic, all sums are. All else goes to `inner`, as does what the table
     sends to torch.distributed. On another stream than before, operations wait for those before. An
-    operation that is started is in the order of the current stream,
-    and so ready at once, unless it is one of `inner`'s.
+    operation that is started is in the order of the current stream, and so ready at once, unless
+    it is one of `inner`'s.
 
     Args:
         inner: Collectives of the same communicator; those of `workspace.group`.

@@ -162,6 +162,6 @@ def _adversarial(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def _digest(x: Tensor) -> str:
-    # A low-latency operation may lose the sign of a zero.
+    # An operation without a barrier may lose the sign of a zero.
     content = (x + 0.0).cpu().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pcomm.core.doctor.report import CudaFacts, Finding, MachineProbe, TorchFacts
-from pcomm.nvls._capability import MULTICAST, NOTHING, RankFacts
+from pcomm.nvls._capability import DIST, MULTICAST, RankFacts
 
 __all__ = ["check_nvls"]
 
@@ -26,7 +26,7 @@ def check_nvls(probe: MachineProbe) -> Iterable[Finding]:
     if cuda is None or not cuda.devices or torch.cuda is None:
         facts = RankFacts(False, version, "", error, is_emulated)
         level, reason = facts.level()
-        if level == NOTHING:
+        if level == DIST:
             yield Finding(_NAME, "missing", "torch.distributed alone: no CUDA device", reason)
         else:
             why = "Correct, and slow: for tests. Unset TRITON_INTERPRET to leave it."
@@ -39,7 +39,7 @@ def check_nvls(probe: MachineProbe) -> Iterable[Finding]:
     lacking = [f"device {i}: {reason}" for i, (level, reason) in enumerate(levels) if reason]
     closed = [f"device {i} reaches no {', '.join(facts.unreachable)}"
               for i, facts in enumerate(ranks) if facts.unreachable]  # fmt: skip
-    if least == NOTHING:
+    if least == DIST:
         yield Finding(_NAME, "missing", "torch.distributed alone", "\n".join(lacking))
     elif len(architectures) > 1:
         value = f"groups within one of {', '.join(sorted(architectures))}"

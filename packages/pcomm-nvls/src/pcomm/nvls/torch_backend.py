@@ -1,9 +1,10 @@
 """A backend of torch.distributed whose sums and gathers are kernels of this package.
 
-`register_backend()` makes the name "nvls" known. A process group of that name is a real process
-group of gloo and NCCL, around which `NvlsProcessGroup` looks at each collective first: one that has
-a kernel takes it, and every other one goes on unchanged. Programs that know torch.distributed
-alone, DTensor and functional collectives too, need no change beyond the name.
+`register_backend()` makes the name "nvls" known. Torch takes a process group that a creator returns
+for the whole one, also where it has made backends for other devices, so `NvlsProcessGroup` makes
+gloo and NCCL itself. A collective that has a kernel takes it, and every other one goes on to these.
+Programs that know torch.distributed alone, functional collectives and DTensor too, need no change
+but the name.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pcomm.nvls.collectives.reductions import (
     reduce_scatter_tensor,
 )
 from pcomm.nvls.policy.choose import CollectiveRequest
+from pcomm.nvls.policy.table import OPERATIONS
 from pcomm.nvls.workspace.memory import check_numbers
 from pcomm.nvls.workspace.slots import SLOTS
 from pcomm.nvls.workspace.workspace import Workspace
@@ -58,6 +60,7 @@ def register_backend(max_bytes: int = DEFAULT_MAX_BYTES, **options: Any) -> None
         max_bytes: Size of the largest tensor of a kernel, in bytes; equal on all ranks.
         options: Further arguments of `Workspace`, equal on all ranks, such as `deterministic`. An
             operation waits as long as the process group does, unless `timeout_s` is among them.
+            The device is that of the first tensor, unless it is given.
 
     Raises:
         ConfigError: An option that `Workspace` has not, or a number that it cannot use; or another
@@ -139,8 +142,8 @@ class NvlsProcessGroup(dist.ProcessGroup):
             backends.append(("cuda", kind.NCCL, _nccl(common, backend_options)))
         # What is not overridden here, such as the question for a device, finds them in this group.
         for group in (self, self._ordinary):
-            for device, backend_type, backend in backends:
-                group._register_backend(torch.device(device), backend_type, backend)
+            for name, backend_type, backend in backends:
+                group._register_backend(torch.device(name), backend_type, backend)
             group._set_default_backend(kind.NCCL if on_nccl else kind.GLOO)
 
     def getBackendName(self) -> str:
@@ -157,7 +160,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
         if x is None:
             self.passed["all_reduce", _SEVERAL] += 1
         elif self._takes("all_reduce", x, x, all_reduce_question, _not_sum(opts)):
-            workspace = self._ready_workspace()
+            workspace = self._workspace_in_order()
             y = x.detach()
             all_reduce(y, out=y, workspace=workspace)
             return KernelWork([x], opts)
@@ -168,7 +171,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
         n, name = self.size(), "all_gather_into_tensor"
         reason = "" if _fits(output, input, n) else "the sizes or types of the tensors differ"
         if self._takes(name, input, output, _gather_question, reason):
-            workspace = self._ready_workspace()
+            workspace = self._workspace_in_order()
             flat = _flat(output)
             all_gather_into_tensor(input.detach().reshape(-1), out=flat, workspace=workspace)
             _store(flat, output)
@@ -183,7 +186,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
         n, name, opts = self.size(), "reduce_scatter_tensor", _options(args, kwargs)
         reason = "" if _fits(input, output, n) else "the sizes or types of the tensors differ"
         if self._takes(name, input, output, _scatter_question, reason or _not_sum(opts)):
-            workspace = self._ready_workspace()
+            workspace = self._workspace_in_order()
             flat = _flat(output)
             reduce_scatter_tensor(input.detach().reshape(-1), out=flat, workspace=workspace)
             _store(flat, output)
@@ -281,21 +284,24 @@ class NvlsProcessGroup(dist.ProcessGroup):
         question: Callable[[Tensor, Workspace], CollectiveRequest],
         reason: str,
     ) -> bool:
-        """Whether a collective takes a kernel; counts it. Collective where it is the first one.
+        """Whether the workspace carries it out; counts it. Collective where it is the first one.
 
+        One that takes a kernel does, and a sum in the order of the ranks, with or without a kernel.
         It looks at nothing that one rank can have by itself: strides and gradients are not asked
         for, since a rank that chose by them would wait for the others for ever.
         """
-        reason = reason or self._reason_against(x, output)
+        reason, is_ordered = reason or self._reason_against(x, output), False
         if not reason:
-            workspace = self._opened()
-            choice = workspace.choose(question(x, workspace))
+            workspace = self._opened(x.device)
+            asked = question(x, workspace)
+            choice = workspace.choose(asked)
             if choice.algorithm != "dist":
                 self.taken[name, choice.algorithm] += 1
                 return True
             reason = "; ".join(choice.reasons) or choice.because
+            is_ordered = asked.deterministic and OPERATIONS[asked.operation].reduces
         self.passed[name, reason] += 1
-        return False
+        return is_ordered
 
     def _reason_against(self, x: Tensor, output: Tensor) -> str:
         if self.size() == 1:
@@ -312,12 +318,12 @@ class NvlsProcessGroup(dist.ProcessGroup):
             return "the first collective of a group opens its workspace, which no CUDA graph can"
         return ""
 
-    def _opened(self) -> Workspace:
+    def _opened(self, device: torch.device) -> Workspace:
         if self._workspace is None:
             if self._device_type == "cuda":
                 self._tell_symmetric_memory()
             group = Group.from_process_group(f"{_NAME} {self.group_name}", self)
-            self._workspace = Workspace(group, **self._options)
+            self._workspace = Workspace(group, **{"device": device, **self._options})
         return self._workspace
 
     def _tell_symmetric_memory(self) -> None:
@@ -328,7 +334,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
         with suppress(RuntimeError):
             tell(self.group_name, self.rank(), self.size(), store)
 
-    def _ready_workspace(self) -> Workspace:
+    def _workspace_in_order(self) -> Workspace:
         workspace = self._workspace
         assert workspace is not None
         # Programs call from several streams; what was launched before stays before.
@@ -351,10 +357,12 @@ for _name in (
     "allreduce_coalesced",
     "all_to_all_single",
     "alltoall",
+    "alltoall_base",
     "barrier",
     "broadcast",
     "gather",
     "recv",
+    "recv_anysource",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -365,11 +373,11 @@ for _name in (
 
 
 class KernelWork(dist.Work):
-    """A collective whose kernel is in the order of the stream that it was called on.
+    """A collective whose kernel is on the stream that it was called on, and overlaps nothing there.
 
     Args:
         tensors: Its results.
-        opts: Options of the call; of one that blocks nothing is recorded.
+        opts: Options of the call; a call that blocks needs no event.
     """
 
     def __init__(self, tensors: list[Tensor], opts: Any) -> None:
@@ -394,7 +402,7 @@ class KernelWork(dist.Work):
         return self._event is None or self._event.query()
 
     def is_success(self) -> bool:
-        """True: what fails raises where it is called, or in the next call of the group."""
+        """As `is_completed`: what fails raises in its call, or in the next one of the group."""
         return self.is_completed()
 
     def result(self) -> list[Tensor]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from pcomm.integration.huggingface.families.llama import LLAMA
+from pcomm.integration.huggingface.families.decoders import (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from pcomm.integration.huggingface.families.mamba2 import MAMBA2
-from pcomm.integration.huggingface.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from pcomm.integration.huggingface.families.qwen3_next import QWEN3_NEXT
 
 __all__ = ["FAMILIES"]
 

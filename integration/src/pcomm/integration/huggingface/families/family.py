@@ -1,4 +1,4 @@
-"""What the table of a family is made of: fields of `config.json`, tensors, and the family."""
+"""A family of Hugging Face models as tables: fields of `config.json`, and rows of tensors."""
 
 from __future__ import annotations
 
@@ -12,115 +12,127 @@ from pcomm.integration.config.model_rules import mixers
 from pcomm.integration.config.sections import ResolvedModel
 
 __all__ = [
-    "Entry",
     "Family",
-    "Field",
     "FieldGroup",
-    "Fixed",
     "Part",
     "RowRange",
-    "Same",
+    "Source",
     "TensorMap",
+    "Values",
     "count_of",
+    "damaged",
     "map_tensors",
     "refused",
 ]
 
-
 Values = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Same:
-    """One field that is one key.
-
-    Attributes:
-        theirs: Name of their field.
-        ours: Name of our key in `[model]`.
-        default: Value where the field is absent; None if it must be there.
-    """
-
-    theirs: str
-    ours: str
-    default: int | float | bool | str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of theirs."""
-        return (self.theirs,)
-
-    def read(self, their: Values) -> dict[str, Any]:
-        """Our keys."""
-        value = their.get(self.theirs)
-        if value is None:
-            value = self.default
-        if value is None:
-            value = count_of(their, self.theirs)
-        return {self.ours: value}
-
-    def write(self, model: ResolvedModel) -> dict[str, Any]:
-        """Their fields."""
-        return {self.theirs: getattr(model, self.ours)}
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A field of which one value is supported.
-
-    Attributes:
-        theirs: Name of their field.
-        value: The supported value.
-        absent: Value that stands for an absent field; the supported one by default.
-        is_written: False for a field that transformers' own configuration does not have.
-    """
-
-    theirs: str
-    value: Any
-    absent: Any = ...
-    is_written: bool = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of theirs."""
-        return (self.theirs,)
-
-    def read(self, their: Values) -> dict[str, Any]:
-        """Nothing, or an error."""
-        absent = self.value if self.absent is ... else self.absent
-        value = their.get(self.theirs, absent)
-        if isinstance(value, bool) != isinstance(self.value, bool) or value != self.value:
-            raise refused(self.theirs, value, f"{self.value!r}")
-        return {}
-
-    def write(self, model: ResolvedModel) -> dict[str, Any]:
-        """Their fields."""
-        return {self.theirs: self.value} if self.is_written else {}
-
-
-@dataclass(frozen=True)
-class FieldGroup:
-    """Fields that are converted by functions, which are inverse to each other.
-
-    Attributes:
-        names: Fields of theirs that `from_theirs` looks at.
-        from_theirs: Function of their configuration that returns keys of ours.
-        to_theirs: Function of our model that returns fields of theirs.
-    """
+class FieldGroup(NamedTuple):
+    """Fields that are converted by functions, which are inverse to each other."""
 
     names: tuple[str, ...]
-    from_theirs: Callable[[Values], dict[str, Any]]
-    to_theirs: Callable[[ResolvedModel], dict[str, Any]]
+    """Fields of theirs that `read` alone looks at."""
 
-    def read(self, their: Values) -> dict[str, Any]:
-        """Our keys."""
-        return self.from_theirs(their)
+    read: Callable[[Values], dict[str, Any]]
+    """Keys of ours from their configuration."""
+
+    write: Callable[[ResolvedModel], dict[str, Any]]
+    """Fields of theirs from our model."""
+
+
+class Part(NamedTuple):
+    """Rows of one tensor of theirs that are consecutive rows of ours.
+
+    With `groups`, theirs holds one group of rows after the other, and a group has the rows of all
+    parts of this tensor that a parameter names, in their order: so queries and gates of one head
+    lie next to each other.
+    """
+
+    theirs: str
+    """Name of their tensor in a block, with `{expert}` for the number of an expert."""
+
+    rows: int
+    """Rows that the part takes of each group."""
+
+    groups: int = 1
+    """Number of groups."""
+
+
+Source = str | tuple[str, ...] | Callable[[ResolvedModel], tuple[Part, ...]]
+"""Where a parameter comes from: a tensor, several with as many rows each, or parts of them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """A family of Hugging Face models, as data.
+
+    Attributes:
+        model_type: Value of `model_type` in `config.json`.
+        same: Key of `[model]` that a field is, and its value where the field is absent; None if the
+            field must be there.
+        fixed: Fields of which one value is supported, which stands for an absent one, too.
+        groups: Fields that are converted by functions.
+        keys: Keys of `[model]` that have one value in the whole family, other than the default.
+        tensors: Source of each parameter of ours. Those of blocks are named without the block, and
+            those of a mixer by its letter: `A.qkv.weight`.
+        block: What the names of a block's tensors begin with.
+        ignored: Regular expressions of tensors that a directory may hold and the model does not
+            use.
+        ignored_fields: Fields without effect on the numbers, beside those of every family.
+    """
+
+    model_type: str
+    same: Mapping[str, tuple[str, int | float | bool | str | None]]
+    fixed: Mapping[str, Any]
+    groups: tuple[FieldGroup, ...]
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Source]
+    block: str = "model.layers.{layer}."
+    ignored: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        """Class of transformers with a language model's head."""
+        return self.model_type.title().replace("_", "") + "ForCausalLM"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that say something of a model."""
+        return (*self.same, *self.fixed, *(name for group in self.groups for name in group.names))
+
+    def read(self, their: Values) -> dict[str, tuple[Any, str]]:
+        """Keys of ours, each with the field that it is from.
+
+        Raises:
+            ConfigError: A field is missing or damaged.
+            UnsupportedError: A field has a value that is not supported.
+        """
+        for name, value in self.fixed.items():
+            found = their.get(name, value)
+            if type(found) is not type(value) or found != value:
+                raise refused(name, found, repr(value))
+        ours = {key: (value, "model_type") for key, value in self.keys.items()}
+        for name, (key, absent) in self.same.items():
+            found = their.get(name)
+            found = absent if found is None else found
+            ours[key] = (count_of(their, name) if found is None else found, name)
+        for group in self.groups:
+            ours |= {key: (value, group.names[0]) for key, value in group.read(their).items()}
+        return ours
 
     def write(self, model: ResolvedModel) -> dict[str, Any]:
-        """Their fields."""
-        return self.to_theirs(model)
-
-
-Field = Same | Fixed | FieldGroup
+        """Fields of theirs, which `read` takes for the same model if it is of this family."""
+        their = {name: getattr(model, key) for name, (key, _) in self.same.items()}
+        for group in self.groups:
+            their |= group.write(model)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **self.fixed,
+            **their,
+        }
 
 
 def count_of(their: Values, name: str, default: int | None = None, *, least: int = 1) -> int:
@@ -139,14 +151,23 @@ def count_of(their: Values, name: str, default: int | None = None, *, least: int
     if value is None:
         value = default
     if type(value) is not int or value < least:
-        raise ConfigError(
-            f"config.json: {name}",
-            found="no such field" if value is None else f"the value {value!r:.200}",
-            why=f"It is a whole number of at least {least}, and the shape of the model follows "
-            "from it.",
-            fix="Copy config.json again from where the directory came from.",
+        raise damaged(
+            name,
+            "no such field" if value is None else f"the value {value!r:.200}",
+            f"It is a whole number of at least {least}, and the shape of the model follows from "
+            "it.",
         )
     return value
+
+
+def damaged(name: str, found: str, why: str) -> ConfigError:
+    """The error that a field, or several, cannot be what the model was saved with."""
+    return ConfigError(
+        f"config.json: {name}",
+        found=found,
+        why=why,
+        fix="Copy config.json again from where the directory came from.",
+    )
 
 
 def refused(name: str, value: object, supported: str) -> UnsupportedError:
@@ -157,55 +178,6 @@ def refused(name: str, value: object, supported: str) -> UnsupportedError:
         why=f"The model would compute something else: supported is {supported}.",
         fix="Use another model, or transformers for this one.",
     )
-
-
-# Shape suffixes: R rows of a parameter.
-
-
-Count = Callable[[ResolvedModel], int]
-"""A number that follows from the shape of the model."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of one tensor of theirs that are consecutive rows of ours.
-
-    Theirs may hold groups of `stride` rows, one for each head, of which a part takes the same
-    rows of each: that is how queries and gates of one head lie next to each other.
-
-    Attributes:
-        theirs: Name of their tensor, with `{layer}` and `{expert}` for the numbers.
-        rows: Rows that the part takes of each group; None for all rows of ours, which is then the
-            only part.
-        groups: Number of groups.
-        offset: First row that the part takes of a group.
-        stride: Rows of a group in their tensor; None for as many as the part takes.
-    """
-
-    theirs: str
-    rows: Count | None = None
-    groups: Count = field(default=lambda config: 1)
-    offset: Count = field(default=lambda config: 0)
-    stride: Count | None = None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of ours, or one of each block.
-
-    Attributes:
-        ours: Name of our parameter, with `{layer}` for the number of the block.
-        parts: Rows that it consists of, in order. With `{expert}` in their names they are repeated
-            for each expert.
-        mixer: Letters of the mixers in whose blocks it is.
-        middle: Dimensions of length 1 that theirs has behind the rows and ours has not, as the
-            weight of a convolution.
-    """
-
-    ours: str
-    parts: tuple[Part, ...]
-    mixer: str = "AGM"
-    middle: int = 0
 
 
 class RowRange(NamedTuple):
@@ -232,103 +204,65 @@ class TensorMap:
         segments: Segments of each parameter of ours, in the order of its rows.
         shapes: Shape of each tensor of theirs.
         users: Segments of each tensor of theirs, each with the name of our parameter.
-        middles: Tensors of theirs with dimensions of length 1 behind the rows.
     """
 
-    segments: Mapping[str, tuple[RowRange, ...]]
+    segments: Mapping[str, Sequence[RowRange]]
     shapes: Mapping[str, tuple[int, ...]]
-    users: Mapping[str, tuple[tuple[str, RowRange], ...]]
-    middles: frozenset[str]
+    users: Mapping[str, Sequence[tuple[str, RowRange]]]
 
 
 def map_tensors(
-    table: Sequence[Entry], config: ResolvedModel, shapes: Mapping[str, Sequence[int]]
+    family: Family, config: ResolvedModel, shapes: Mapping[str, Sequence[int]]
 ) -> TensorMap:
     """Apply the table of a family to the parameters of one model. Local; integers only.
 
     Args:
-        table: The table of the family.
+        family: The family.
         config: The shape of the model.
         shapes: Logical shape of each parameter of ours, by name.
 
     Raises:
         KeyError: The table has no entry for a parameter: a mistake in the table.
     """
-    letters, segments = mixers(config), {}
-    rows_of: dict[str, int] = {}
+    letters = mixers(config)
+    segments: dict[str, list[RowRange]] = {}
     tails: dict[str, tuple[int, ...]] = {}
     users: dict[str, list[tuple[str, RowRange]]] = {}
-    middles = set()
     for name, shape in shapes.items():
-        entry, layer = _find(table, name, letters)
-        segments[name] = tuple(_segments(entry, layer, config, shape))
-        tail = (1,) * entry.middle + tuple(shape[1:] if len(shape) < 3 else shape[-1:])
-        for segment in segments[name]:
-            theirs = segment.theirs
-            rows_of[theirs] = rows_of.get(theirs, 0) + segment.length
-            tails[theirs] = tail
-            users.setdefault(theirs, []).append((name, segment))
-            if entry.middle:
-                middles.add(theirs)
-    return TensorMap(
-        segments,
-        {theirs: (rows_of[theirs], *tails[theirs]) for theirs in tails},
-        {theirs: tuple(parts) for theirs, parts in users.items()},
-        frozenset(middles),
-    )
-
-
-def _find(table: Sequence[Entry], name: str, letters: str) -> tuple[Entry, int]:
-    """The entry of a parameter, and the number of its block."""
-    match = re.match(r"blocks\.(\d+)\.", name)
-    layer = int(match[1]) if match else -1
-    general = f"blocks.{{layer}}.{name[match.end() :]}" if match else name
-    for entry in table:
-        if entry.ours == general and (match is None or letters[layer] in entry.mixer):
-            return entry, layer
-    raise KeyError(f"no entry of the table is for {name}")
+        key, before = name, ""
+        if match := re.match(r"blocks\.(\d+)\.", name):
+            layer = int(match[1])
+            key = re.sub(r"^mixer\.", f"{letters[layer]}.", name[match.end() :])
+            before = family.block.format(layer=layer)
+        segments[name] = _segments(family.tensors[key], config, shape, before)
+        for one in segments[name]:
+            users.setdefault(one.theirs, []).append((name, one))
+            # torch keeps a dimension for the one channel that a filter of these reads.
+            middle = (1,) if one.theirs.endswith("conv1d.weight") else ()
+            tails[one.theirs] = (*middle, *shape[max(1, len(shape) - 1) :])
+    rows = {theirs: sum(one.length for _, one in parts) for theirs, parts in users.items()}
+    return TensorMap(segments, {name: (rows[name], *tails[name]) for name in users}, users)
 
 
 def _segments(
-    entry: Entry, layer: int, config: ResolvedModel, shape: Sequence[int]
+    source: Source, config: ResolvedModel, shape: Sequence[int], before: str
 ) -> list[RowRange]:
-    per_expert = "{expert}" in entry.parts[0].theirs
-    own_rows = shape[1] if len(shape) == 3 else shape[0]
+    # The weights of experts are one parameter, with a first dimension for them.
+    experts, rows = (shape[0], shape[1]) if len(shape) == 3 else (1, shape[0])
+    if callable(source):
+        parts = source(config)
+    else:
+        names = (source,) if isinstance(source, str) else source
+        parts = tuple(Part(name, rows // len(names)) for name in names)
     found: list[RowRange] = []
     start = 0
-    for expert in range(shape[0] if per_expert else 1):
-        for part in entry.parts:
-            theirs = part.theirs.format(layer=layer, expert=expert)
-            rows = own_rows if part.rows is None else part.rows(config)
-            stride = rows if part.stride is None else part.stride(config)
-            for group in range(part.groups(config)):
-                place = group * stride + part.offset(config)
-                found.append(RowRange(start, theirs, place, rows))
-                start += rows
-    expected = own_rows * (shape[0] if len(shape) == 3 else 1)
-    assert start == expected, f"{entry.ours}: {start} rows in the table, {expected} in the model"
+    for expert in range(experts):
+        for number, (theirs, count, groups) in enumerate(parts):
+            name = before + theirs.format(expert=expert)
+            first = sum(part.rows for part in parts[:number] if part.theirs == theirs)
+            stride = sum(part.rows for part in parts if part.theirs == theirs)
+            for group in range(groups):
+                found.append(RowRange(start, name, group * stride + first, count))
+                start += count
+    assert start == experts * rows, f"{parts}: {start} rows in the table, {rows} in the model"
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class Family:
-    """A family of Hugging Face models, as data.
-
-    Attributes:
-        model_type: Value of `model_type` in `config.json`.
-        architecture: Class of transformers with a language model's head.
-        fields: Table of the configuration.
-        keys: Keys of `[model]` that have one value in the whole family.
-        tensors: Table of the tensors.
-        ignored: Regular expressions of tensors that a directory may hold and the model does not
-            use.
-        ignored_fields: Fields without effect on the numbers, beside those of every family.
-    """
-
-    model_type: str
-    architecture: str
-    fields: tuple[Field, ...]
-    keys: Mapping[str, Any]
-    tensors: tuple[Entry, ...]
-    ignored: tuple[str, ...] = ()
-    ignored_fields: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ def context_parallel(
             model(**local).loss.backward()
 
     Local, unless the model's own forward is collective; every rank of the group calls it. The model
-    runs a text of 24 tokens three times and is unchanged afterwards.
+    runs a text of 24 tokens a few times and is unchanged afterwards.
 
     Args:
         model: A model of transformers for one stream of tokens: attention goes through its
@@ -118,7 +118,6 @@ class ContextParallel:
         self._mixers = recurrent_sockets(model)
         self.plans: tuple[Plan, ...] = ()
         self._is_running = False
-        self._num_losses = 0
         self._check_unplugged()
         self._find(check)
         # A plan of no tokens, so that arguments which cannot be are refused here.
@@ -158,7 +157,8 @@ class ContextParallel:
 
         Raises:
             ConfigError: A batch within a batch, or attention or a mixer that is replaced by now;
-                labels for a model whose loss is not its `loss_function`.
+                labels for a model whose loss is not a sum over them by its `loss_function`. In
+                backward: it computes layers again, and the batch has ended.
             LayoutError: Offsets or shapes that do not fit, or heads that do not divide.
             UnsupportedError: A padding mask; sequences beyond the length up to which rotary
                 embeddings depend on a token's position only.
@@ -189,16 +189,12 @@ class ContextParallel:
         if self._takes("use_cache"):
             local["use_cache"] = False
         self.plans = plans
-        with self._plugged(lambda spec: next(p for p in plans if spec in p.specs)):
-            former = self.model.__dict__.get("_loss_function")
-            compute = self.model.loss_function
-            self.model.loss_function = self._loss_of(compute, num_items_in_batch)
-            try:
-                yield local
-            finally:
-                del self.model.__dict__["_loss_function"]
-                if former is not None:
-                    self.model.loss_function = former
+        with (
+            self._plugged(lambda spec: next(p for p in plans if spec in p.specs)),
+            self._with_loss(self._loss_of(self.model.loss_function, num_items_in_batch)),
+            self._refusing_late_backward(),
+        ):
+            yield local
 
     def sum_gradients(self) -> None:
         """Add up the gradients of the model's parameters over the ranks. Collective."""
@@ -249,40 +245,38 @@ class ContextParallel:
                     refuse_difference(
                         model, wanted, turned, (own, logits), "with tokens in another order"
                     )
-                self._has_loss = self._uses_loss_function(tokens, places)
+                self._has_loss = self._sums_loss(tokens, places)
         finally:
             for module in training:
                 module.training = True
 
-    def _uses_loss_function(self, tokens: Tensor, places: Tensor) -> bool:
-        """Whether the model computes its loss by the function that `batch` replaces."""
-        model, calls = self.model, list[bool]()
-        if "labels" not in self._parameters or "_loss_function" in model.__dict__:
-            return "labels" in self._parameters
-
-        def loss(*unused: Any, **others: Any) -> Tensor:
-            calls.append(True)
-            return tokens.new_zeros(())
-
-        model.loss_function = loss
-        try:
-            self._forward(tokens, places, labels=tokens)
-        finally:
-            del model.__dict__["_loss_function"]
-        return bool(calls)
+    def _sums_loss(self, tokens: Tensor, places: Tensor) -> bool:
+        """Whether the model's loss of shifted labels is a sum over them, over a number of items."""
+        if "labels" not in self._parameters:
+            return False
+        # The label of the second token alone: a loss that shifts once more has none.
+        labels = torch.full_like(tokens, _NO_LABEL)
+        labels[0, 1] = tokens[0, 1]
+        wanted = self._forward(tokens, None, name="loss", labels=labels)
+        with self._with_loss(self._loss_of(self.model.loss_function, 2, is_whole=True)):
+            shifted = _shifted(labels, (0, _NUM_TOKENS))
+            found = 2 * self._forward(tokens, places, name="loss", labels=shifted)
+        return bool(torch.isclose(found.float(), wanted.float(), rtol=1e-2))
 
     def _takes(self, name: str) -> bool:
         kinds = {parameter.kind for parameter in self._parameters.values()}
         return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
-    def _forward(self, tokens: Tensor, places: Tensor | None, **others: Any) -> Tensor:
-        """`[1, n, ...]`: logits, or the hidden states of a model without a head."""
+    def _forward(
+        self, tokens: Tensor, places: Tensor | None, name: str = "logits", **others: Any
+    ) -> Tensor:
+        """`[1, n, ...]`: logits, or the hidden states of a model without a head; or the loss."""
         if self._takes("use_cache"):
             others["use_cache"] = False
         if places is not None and "position_ids" in self._parameters:
             others["position_ids"] = places
         output = self.model(input_ids=tokens, **others)
-        found: Tensor = output["logits"] if "logits" in output else output[0]
+        found: Tensor = output[name] if name in output else output[0]
         return found
 
     def _specs(self) -> tuple[Spec, ...]:
@@ -337,15 +331,61 @@ class ContextParallel:
             self._attention.unplug()
             self._is_running = False
 
+    @contextmanager
+    def _with_loss(self, loss: Callable[..., Tensor]) -> Iterator[None]:
+        former = self.model.__dict__.get("_loss_function")
+        self.model.loss_function = loss
+        try:
+            yield
+        finally:
+            del self.model.__dict__["_loss_function"]
+            if former is not None:
+                self.model.loss_function = former
+
+    @contextmanager
+    def _refusing_late_backward(self) -> Iterator[None]:
+        """Have a backward that computes layers again raise once this batch has ended."""
+        modules = self.model.modules() if self.model.training else ()
+        if not any(getattr(module, "gradient_checkpointing", False) for module in modules):
+            yield
+            return
+        is_open = [True]
+
+        def check(grad: Tensor) -> None:
+            if not is_open[0]:
+                raise ConfigError(
+                    f"context_parallel: backward of {type(self.model).__name__}",
+                    found="layers that are computed again, after their batch has ended",
+                    why="Their attention would see the tokens of this rank alone.",
+                    fix="Call backward within `with cp.batch(...)`.",
+                )
+
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            values = output.values() if isinstance(output, dict) else output
+            for value in values:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(check)
+
+        handle = self.model.register_forward_hook(watch)
+        try:
+            yield
+        finally:
+            handle.remove()
+            is_open[0] = False
+
     def _loss_of(
-        self, compute: Callable[..., Tensor], num_items: int | Tensor | None
+        self,
+        compute: Callable[..., Tensor],
+        num_items: int | Tensor | None,
+        *,
+        is_whole: bool = False,
     ) -> Callable[..., Tensor]:
         """The model's loss, of labels that are shifted already, summed over the ranks."""
 
         def loss(logits: Tensor, labels: Tensor, *args: Any, **asked: Any) -> Tensor:
             asked |= {"num_items_in_batch": num_items, "shift_labels": labels}
             part = compute(logits, labels, *args, **asked)
-            if self._collectives is None or self.size == 1:
+            if is_whole or self._collectives is None or self.size == 1:
                 return part
             whole = self._collectives.all_reduce(part.detach().reshape(1))[0]
             # The value of all ranks, and the gradient of this one.
@@ -405,10 +445,11 @@ class ContextParallel:
         if labels is None:
             return
         config = self.model.config
-        if not self._has_loss:
-            found = "labels, and a loss that is not computed by its loss_function"
-        elif getattr(config.get_text_config(), "output_router_logits", False):
+        if getattr(config.get_text_config(), "output_router_logits", False):
             found = "output_router_logits=True, a loss of the balance of experts"
+        elif not self._has_loss:
+            found = "labels, and a loss that is no sum of its loss_function over shift_labels, "
+            found += "divided by num_items_in_batch"
         else:
             return
         raise ConfigError(

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from pcomm.core.errors import ConfigError
 from pcomm.inference.attention.plan import (
     CausalMask,
+    ChunkPlan,
     DecodeCall,
     KVIndices,
-    PromptChunk,
     plan_of,
     rounded_rows,
     units_of,
@@ -211,7 +211,7 @@ def _attend_decodes(q_NHK: Tensor, memory: KVMemory, call: DecodeCall, softmax: 
 def _attend_chunk(
     q_THK: Tensor,
     memory: KVMemory,
-    chunk: PromptChunk,
+    chunk: ChunkPlan,
     mask: CausalMask,
     out_THV: Tensor,
     softmax: _Softmax,
@@ -228,12 +228,12 @@ def _attend_chunk(
         places = None
         if softmax.alibi_H is not None:
             rows_M1 = torch.arange(num_rows, device=q_THK.device).unsqueeze(1)
-            places = rows_M1 // rows_per_token + call.first
+            places = rows_M1 // rows_per_token + call.own_key
         mixed_1GMV = _attend_rows(
             q_1GMK,
             k_1GLK[:, :, call.first_key : last_key],
             v_1GLV[:, :, call.first_key : last_key],
-            mask.of_call(call.first, num_rows, call.num_keys),
+            mask.of_call(call.own_key, num_rows, call.num_keys),
             softmax,
             places,
             rows_per_token,

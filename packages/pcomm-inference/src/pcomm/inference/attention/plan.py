@@ -33,9 +33,9 @@ __all__ = [
     "AttentionPlan",
     "CausalMask",
     "ChunkCall",
+    "ChunkPlan",
     "DecodeCall",
     "KVIndices",
-    "PromptChunk",
     "TailMasks",
     "plan_of",
     "rounded_keys",
@@ -66,7 +66,7 @@ class KVIndices:
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """Requests with one new token each, served by one call of torch's attention.
+    """Requests with one new token each, also of a prompt, served by one call of torch's attention.
 
     Attributes:
         rows_N: int64, their places among the tokens of the step; None if they are all of them.
@@ -91,19 +91,19 @@ class ChunkCall:
         num_tokens: Number of them.
         first_key: Place of the first key of the call among those of the chunk.
         num_keys: Number of keys of the call.
-        first: Place of the first token's own key among those of the call.
+        own_key: Place of the first token's own key among those of the call.
     """
 
     start: int
     num_tokens: int
     first_key: int
     num_keys: int
-    first: int
+    own_key: int
 
 
 @dataclass(frozen=True)
-class PromptChunk:
-    """A request with several new tokens.
+class ChunkPlan:
+    """The calls for a request with several new tokens: of a prompt, or drafts.
 
     Attributes:
         indices: Places of the keys of all of them.
@@ -127,7 +127,7 @@ class AttentionPlan:
 
     partial_blocks: Tensor | None
     decode_calls: tuple[DecodeCall, ...]
-    chunks: tuple[PromptChunk, ...]
+    chunks: tuple[ChunkPlan, ...]
     causal_mask: CausalMask | None
 
 
@@ -242,10 +242,13 @@ class _Planner:
             num_tokens = min(most, self.news[i] - done)
             position = self.batch.context_lens[i] + done
             first = self._first_key(position)
-            num_keys = rounded_keys(position + num_tokens - first)
             found.append(
                 ChunkCall(
-                    start + done, num_tokens, first - self.firsts[i], num_keys, position - first
+                    start=start + done,
+                    num_tokens=num_tokens,
+                    first_key=first - self.firsts[i],
+                    num_keys=rounded_keys(position + num_tokens - first),
+                    own_key=position - first,
                 )
             )
         return tuple(found)
@@ -266,7 +269,7 @@ class _Planner:
         return AttentionPlan(
             self._partial_blocks() if self.is_by_block else None,
             tuple(self._decode_call(group, masks) for group in self._groups(ones)),
-            tuple(PromptChunk(self._indices([i]), self.calls[i]) for i in self.calls),
+            tuple(ChunkPlan(self._indices([i]), self.calls[i]) for i in self.calls),
             self._causal_mask() if self.calls else None,
         )
 
@@ -316,8 +319,10 @@ class _Planner:
         # Rows that are added to a call have a place in the mask, too, even if the chunk is short.
         num_rows += rounded_rows(1, self.like.dtype)
         num_tokens = -(-num_rows // self.rows_per_token)
-        last_first = max(call.first for call in every)
-        return CausalMask(num_tokens, self.rows_per_token, last_first, self.window, like=self.like)
+        last_own_key = max(call.own_key for call in every)
+        return CausalMask(
+            num_tokens, self.rows_per_token, last_own_key, self.window, like=self.like
+        )
 
     def _tensor(self, values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
         return torch.tensor(values, device=self.like.device)
@@ -362,7 +367,7 @@ class CausalMask:
     Args:
         num_tokens: Most tokens that a call has.
         rows_per_token: Number of rows that belong to one token, one after the other.
-        last_first: Largest place that the first token of a call has among the keys of its call.
+        last_own_key: Largest place that the first token of a call has among the keys of its call.
         window: Number of keys that a token sees; None for all.
         like: Tensor whose dtype and device the mask gets.
     """
@@ -371,29 +376,29 @@ class CausalMask:
         self,
         num_tokens: int,
         rows_per_token: int,
-        last_first: int,
+        last_own_key: int,
         window: int | None,
         *,
         like: Tensor,
     ) -> None:
-        self.last_first = last_first
-        # Row i begins with `last_first + i + 1` zeros.
-        mask = like.new_zeros(num_tokens, last_first + num_tokens + MOST_ADDED)
+        self.last_own_key = last_own_key
+        # Row i begins with `last_own_key + i + 1` zeros.
+        mask = like.new_zeros(num_tokens, last_own_key + num_tokens + MOST_ADDED)
         every = torch.ones_like(mask, dtype=torch.bool)
-        is_unseen = every.triu(last_first + 1)
+        is_unseen = every.triu(last_own_key + 1)
         if window is not None:
-            is_unseen |= every.tril(last_first - window)
+            is_unseen |= every.tril(last_own_key - window)
         self.mask = mask.masked_fill_(is_unseen, -torch.inf).repeat_interleave(rows_per_token, 0)
 
-    def of_call(self, first: int, num_rows: int, num_keys: int) -> Tensor:
-        """`[M, L]`, a view: the token at place `first + i` sees its window up to its own key.
+    def of_call(self, own_key: int, num_rows: int, num_keys: int) -> Tensor:
+        """`[M, L]`, a view: the token at place `own_key + i` sees its window up to its own key.
 
         Args:
-            first: Place of the first token among the keys of the call.
+            own_key: Place of the first token among the keys of the call.
             num_rows: M.
             num_keys: L.
         """
-        start = self.last_first - first
+        start = self.last_own_key - own_key
         return self.mask[:num_rows, start : start + num_keys]
 
 

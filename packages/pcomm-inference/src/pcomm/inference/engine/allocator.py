@@ -24,9 +24,9 @@ SNAPSHOT_INTERVAL = 256
 """Tokens between two snapshots while text is written, so that the next turn of a chat begins from
 its middle; a copy for so many steps costs less than 1 % of what they move."""
 
-# A reservation makes the cache give up blocks while less than a quarter of the pool is free, and is
-# at most an eighth of it: a full cache would otherwise leave no neighbours to any request.
-_LARGEST_RESERVATION, _LARGEST_RESERVE = 8, 4
+# The cache gives up blocks for reservations of at most an eighth of the pool, while less than a
+# quarter of it is free: a full cache would otherwise leave no neighbours to any request.
+_POOL_OVER_RESERVATION, _POOL_OVER_FREE = 8, 4
 
 
 class Allocator:
@@ -42,7 +42,7 @@ class Allocator:
         blocks: Free, used and cached KV blocks.
         slots: Free, used and cached state slots.
         tables: Block tables of the running requests.
-        chunk_multiple: Number of tokens; chunks of prompts end at multiples of it.
+        chunk_multiple: Number of tokens; chunks of prompts end at multiples of it, where they can.
         num_looked_up: Number of tokens in prompts of requests that began.
         num_hit: Number of those that the prefix cache had.
     """
@@ -53,7 +53,7 @@ class Allocator:
         size = self._block_size = settings.block_size
         self._most_new = settings.max_batch_tokens
         windows = [spec.window for spec in specs if isinstance(spec, KVSpec)]
-        # Of tokens that no layer sees; None if a layer sees all.
+        # Most keys that a layer sees; NEVER if one sees all.
         self._window = max([window or NEVER for window in windows], default=NEVER)
         self.pools = Pools(specs, settings, device)
         has_blocks, has_states = self.pools.has_blocks, self.pools.has_states
@@ -99,7 +99,7 @@ class Allocator:
         known = len(live.tokens)
         return known if self._window == NEVER else min(known, live.num_computed + self._most_new)
 
-    def is_in_flight(self, live: RequestState) -> bool:
+    def is_prefix_in_flight(self, live: RequestState) -> bool:
         """Whether a running request computes most of the tokens of one that waits.
 
         It then better waits until that is done, and begins from there: continuations of one prompt
@@ -112,7 +112,7 @@ class Allocator:
         return 2 * sum(self._in_flight.get(digest, 0) for digest in live.block_hashes[:most]) > most
 
     def admit(self, live: RequestState, *, headroom: int) -> bool:
-        """Give a request that begins all blocks of its tokens, its state and a table row.
+        """Give a request its state, a table row and blocks for all its tokens, cached ones first.
 
         Where every layer has a window it gets those of its first chunk, and of the window before.
 
@@ -184,23 +184,21 @@ class Allocator:
         live.num_given_back = 0
         live.first_block = None
 
-    def cache_blocks(self, live: RequestState) -> None:
-        """Offer what a step has computed to the prefix cache, after the step has returned.
+    def note_computed(self, live: RequestState) -> None:
+        """Offer what a step has computed to the prefix cache, and take back blocks before windows.
 
-        Blocks before every window are given back then; the cache may keep them.
+        Call it after the step has returned. The cache may keep blocks that are taken back.
         """
-        if live.num_computed < live.cache_at:
+        if live.num_computed < live.note_at:
             return
         if self._cache is not None:
             self._offer(live, self._cache)
         self._give_back(live)
-        self._set_cache_at(live)
+        self._set_note_at(live)
 
     def _offer(self, live: RequestState, cache: PrefixCache) -> None:
         computed = live.num_computed
         full = computed // self._block_size
-        if computed >= live.in_flight_until:
-            self._end_in_flight(live)
         if self.pools.has_blocks and not live.is_orphan:
             self._extend_hashes(live, full)
             while live.num_published < full and not live.is_orphan:
@@ -208,6 +206,8 @@ class Allocator:
                 live.num_published += 1
                 hashes = live.block_hashes[: live.num_published]
                 live.is_orphan = not cache.publish_block(hashes[-2:], live.num_published, block)
+        if computed >= live.in_flight_until or live.is_orphan:
+            self._end_in_flight(live)
         if live.snapshot_at and computed >= live.snapshot_at[0]:
             while live.snapshot_at and computed > live.snapshot_at[0]:
                 live.snapshot_at.pop(0)
@@ -300,7 +300,7 @@ class Allocator:
             if not live.snapshot_at:
                 interval = self._snapshot_interval
                 live.snapshot_at = [(hit.num_tokens // interval + 1) * interval]
-        self._set_cache_at(live)
+        self._set_note_at(live)
 
     def _note_in_flight(self, live: RequestState) -> None:
         """Note what others can begin from soon: blocks, or for states what is behind a snapshot."""
@@ -325,13 +325,13 @@ class Allocator:
             del self._in_flight[digest]
         live.in_flight_prefix.clear()
 
-    def _set_cache_at(self, live: RequestState) -> None:
-        live.cache_at = live.snapshot_at[0] if live.snapshot_at else NEVER
+    def _set_note_at(self, live: RequestState) -> None:
+        live.note_at = live.snapshot_at[0] if live.snapshot_at else NEVER
         if self._cache is not None and self.pools.has_blocks and not live.is_orphan:
-            live.cache_at = min(live.cache_at, (live.num_published + 1) * self._block_size)
+            live.note_at = min(live.note_at, (live.num_published + 1) * self._block_size)
         if self._window < NEVER:
             unseen_at = (live.num_given_back + 1) * self._block_size + self._window - 1
-            live.cache_at = min(live.cache_at, unseen_at)
+            live.note_at = min(live.note_at, unseen_at)
 
     def _cache_state(self, live: RequestState, cache: PrefixCache, count: int) -> None:
         """Copy the state behind the first `count` blocks for the cache, if there is a slot."""
@@ -353,9 +353,9 @@ class Allocator:
 
     def _reserve(self, count: int) -> tuple[int, int]:
         reservation, blocks = self.blocks.reserve(count), self.blocks
-        if reservation[1] or self._cache is None or count * _LARGEST_RESERVATION > blocks.size:
+        if reservation[1] or self._cache is None or count * _POOL_OVER_RESERVATION > blocks.size:
             return reservation
-        if blocks.num_free * _LARGEST_RESERVE < blocks.size:
+        if blocks.num_free * _POOL_OVER_FREE < blocks.size:
             self._cache.free_blocks(min(count, blocks.num_cached))
             reservation = blocks.reserve(count)
         return reservation

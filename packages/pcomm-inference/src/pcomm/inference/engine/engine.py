@@ -28,7 +28,7 @@ from pcomm.inference.sampling.params import TokenLogprobs
 from pcomm.inference.sampling.sampler import NotFiniteLogitsError, Sampled, Sampler
 from pcomm.inference.text import Tokenizer
 
-__all__ = ["Engine", "StepOutputs", "count_accepted"]
+__all__ = ["Engine", "OutputProcessor", "count_accepted"]
 
 
 class Engine:
@@ -128,14 +128,15 @@ class Engine:
                 model, vocabulary=vocabulary, device=device, meter=meter
             )
         self._grammars = GrammarCompiler(tokenizer, vocabulary)
-        self._live: dict[str, RequestState] = {}
-        self._outputs = StepOutputs(self._allocator, self._scheduler, self._live)
-        self._faults = FaultIsolation(self._scheduler, self._live)
+        # Requests that run or wait, by name.
+        self._under_way: dict[str, RequestState] = {}
+        self._outputs = OutputProcessor(self._allocator, self._scheduler, self._under_way)
+        self._faults = FaultIsolation(self._scheduler, self._under_way)
         self._num_added = 0
         self._num_steps = self._num_computed = 0
         self.step_error: Exception | None = None
-        # Outputs of a step that an interrupt kept from the caller.
-        self._computed: list[RequestOutput] = []
+        # Those that an interrupt kept from the caller.
+        self._unreturned: list[RequestOutput] = []
         # The method that changes requests and memory now, or that did not end: what an exception
         # has left half changed is not used again.
         self._changing = ""
@@ -144,7 +145,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute, to return, or to raise."""
-        return bool(self._live or self._changing or self._computed)
+        return bool(self._under_way or self._changing or self._unreturned)
 
     def add(self, request: Request) -> None:
         """Queue a request; the next steps compute it.
@@ -162,7 +163,7 @@ class Engine:
         self._check_open("add")
         check_request(
             request,
-            known=self._live,
+            known=self._under_way,
             vocabulary=self._settings.vocabulary,
             max_model_len=self._settings.max_model_len,
             has_tokenizer=self._tokenizer is not None,
@@ -185,7 +186,7 @@ class Engine:
             self._changing = "add"
             self._num_added += 1
             self._queue.insert(live)
-            self._live[request.request_id] = live
+            self._under_way[request.request_id] = live
             self._changing = ""
 
     def step(self) -> list[RequestOutput]:
@@ -208,13 +209,13 @@ class Engine:
                 and `step` raise `ClosedError` from then on.
         """
         self._check_open("step")
-        if not self._computed:
+        if not self._unreturned:
             with deferred_interrupt() as deferral:
                 self._changing = "step"
-                self._computed = self._compute(deferral)
+                self._unreturned = self._compute(deferral)
                 self._changing = ""
         # Python looks for signals at calls: nothing comes between these lines.
-        outputs, self._computed = self._computed, []
+        outputs, self._unreturned = self._unreturned, []
         return outputs
 
     def _compute(self, deferral: Deferral) -> list[RequestOutput]:
@@ -228,7 +229,7 @@ class Engine:
         self._num_steps += 1
         self._num_computed += plan.num_tokens
         try:
-            sampled = deferral.heard(lambda: self._sample(plan))
+            sampled = deferral.heard(lambda: self._next_tokens(plan))
         except Exception as error:
             self.step_error = error
             return self._after_failure(plan, error)
@@ -254,14 +255,14 @@ class Engine:
             False if there is no such request, for example because it has finished.
         """
         # Not for the next request of this name.
-        self._computed = [one for one in self._computed if one.request_id != request_id]
+        self._unreturned = [one for one in self._unreturned if one.request_id != request_id]
         if self._changing:
-            return self._live.pop(request_id, None) is not None
-        if request_id not in self._live:
+            return self._under_way.pop(request_id, None) is not None
+        if request_id not in self._under_way:
             return False
         with deferred_interrupt():
             self._changing = "abort"
-            live = self._live.pop(request_id)
+            live = self._under_way.pop(request_id)
             self._scheduler.end(live)
             self._changing = ""
         return True
@@ -293,7 +294,7 @@ class Engine:
 
     def close(self) -> None:
         """End all requests and free the pools; a second call does nothing."""
-        for request_id in list(self._live):
+        for request_id in list(self._under_way):
             self.abort(request_id)
         if self._changing:
             self._queue.clear()
@@ -303,10 +304,11 @@ class Engine:
         else:
             self._changing = "close"
             self._allocator.close()
-        self._computed.clear()
+        self._unreturned.clear()
         self._is_closed, self._changing = True, ""
 
-    def _sample(self, plan: StepPlan) -> Sampled:
+    def _next_tokens(self, plan: StepPlan) -> Sampled:
+        """Run the model on a plan, and choose the tokens behind known text and drafts."""
         return self._sampler.sample(*sampling_rows(plan, self._runner.run(plan)))
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
@@ -357,13 +359,13 @@ class Engine:
             )
 
 
-class StepOutputs:
+class OutputProcessor:
     """Gives requests their tokens, and ends those that are complete.
 
     Args:
         allocator: Keeps what was computed for the prefix cache.
         scheduler: Takes out requests that end.
-        live: Requests under way by name; those that end are taken out.
+        under_way: Requests by name; those that end are taken out.
 
     Attributes:
         num_written: Number of tokens that requests got.
@@ -372,11 +374,11 @@ class StepOutputs:
     """
 
     def __init__(
-        self, allocator: Allocator, scheduler: Scheduler, live: dict[str, RequestState]
+        self, allocator: Allocator, scheduler: Scheduler, under_way: dict[str, RequestState]
     ) -> None:
         self._allocator = allocator
         self._scheduler = scheduler
-        self._live = live
+        self._under_way = under_way
         self.num_written = self.num_drafted = self.num_accepted = 0
 
     def advance(self, plan: StepPlan, sampled: Sampled) -> list[RequestOutput]:
@@ -396,15 +398,15 @@ class StepOutputs:
             live.num_computed += 1
             # Nearly all requests of nearly all steps: the same as below, four times as fast.
             if (
-                live.is_plain
+                live.is_tokens_only
                 and token >= 0
                 and token not in live.stop_ids
                 and len(live.tokens) + 1 < live.limit
             ):
                 live.tokens.append(token)
                 live.output.append(token)
-                if live.num_computed >= live.cache_at:
-                    self._allocator.cache_blocks(live)
+                if live.num_computed >= live.note_at:
+                    self._allocator.note_computed(live)
                 self.num_written += 1
                 cached = live.cached_tokens or 0
                 outputs.append(RequestOutput(live.request_id, (token,), cached_tokens=cached))
@@ -416,7 +418,7 @@ class StepOutputs:
             if not chunk.is_sampled:
                 chunk.live.num_computed = chunk.stop
                 if chunk.live.error is None:
-                    self._allocator.cache_blocks(chunk.live)
+                    self._allocator.note_computed(chunk.live)
                 else:
                     outputs.append(self.fail(chunk.live, chunk.live.error))
                 continue
@@ -432,7 +434,7 @@ class StepOutputs:
         """End a request for an exception, and free its memory."""
         if isinstance(error, NotFiniteLogitsError):
             self._allocator.withdraw(live)
-        del self._live[live.request_id]
+        del self._under_way[live.request_id]
         self._scheduler.end(live)
         cached = live.cached_tokens or 0
         return RequestOutput(
@@ -466,10 +468,10 @@ class StepOutputs:
             output = live.accept(tokens, logprobs)
         except Exception as error:
             return self.fail(live, error)
-        self._allocator.cache_blocks(live)
+        self._allocator.note_computed(live)
         self.num_written += len(output.token_ids)
         if output.finish_reason:
-            del self._live[live.request_id]
+            del self._under_way[live.request_id]
             self._scheduler.end(live)
         return output
 

@@ -306,7 +306,8 @@ def check_request(
             why="Prompt and text together have at most max_model_len tokens.",
             fix=f"Shorten the prompt to at most {max_model_len - 1} tokens, or raise the limit.",
         )
-    needs_text = [n for n in ("stop", "json_schema", "regex") if getattr(params, n)]
+    grammars = ("json_schema", "regex", "grammar")
+    needs_text = [n for n in ("stop", *grammars) if getattr(params, n)]
     if needs_text and not has_tokenizer:
         raise ConfigError(
             asked,

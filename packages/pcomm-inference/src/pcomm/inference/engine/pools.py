@@ -94,7 +94,7 @@ class BlockManager:
     cache has published it; the cache says by `unpublish` when it gives one up.
 
     Keys and values of a request whose blocks are neighbours in ascending order are one slice of
-    memory, which attention reads fastest. So a request gets neighbours where there are some, and
+    memory, see `StepBatch.first_blocks`. So a request gets neighbours where there are some, and
     reserves as many behind them as it may grow into; others take reserved blocks last.
 
     Args:
@@ -195,7 +195,7 @@ class BlockManager:
             self._free(block)
 
     def _run_from(self, first: int, count: int, reservation: tuple[int, int]) -> list[int]:
-        """Up to `count` neighbours from `first` on that are free, and reserved by no other."""
+        """Find up to `count` neighbours from `first` on, free ones that no other reserved."""
         found: list[int] = []
         for block in range(first, min(first + count, self.size + 1)):
             state = self._states[block]

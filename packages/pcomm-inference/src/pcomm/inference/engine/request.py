@@ -107,7 +107,8 @@ class RequestState:
         tokens: The prompt and the tokens that were written.
         num_prompt: Length of the prompt.
         limit: Number of tokens at which the request ends.
-        is_plain: True for one that gets tokens alone: no text, grammar or log-probabilities.
+        is_tokens_only: True for one without text, a grammar (which needs text) and
+            log-probabilities.
         text: Text of the tokens; None without a tokenizer.
         num_computed: Number of tokens whose keys, values and states are in memory.
         blocks: KV blocks in the order of the tokens; 0 for one that was given back.
@@ -118,7 +119,7 @@ class RequestState:
         reservation: First and end of the blocks that are kept free for it where that is possible.
         table_row: Row of the block tables; 0 while it has none.
         state_slot: State slot; 0 while it has none.
-        cache_at: Number of computed tokens from which on the allocator has something to offer to
+        note_at: Number of computed tokens from which on the allocator has something to offer to
             the prefix cache, or a block to take back.
         in_flight_prefix: Hashes that stand for what it computes of its prompt, until that is done.
         in_flight_until: Number of computed tokens from which on it is done.
@@ -152,7 +153,7 @@ class RequestState:
     tokens: array[int] = field(init=False)
     num_prompt: int = field(init=False)
     limit: int = field(init=False)
-    is_plain: bool = field(init=False)
+    is_tokens_only: bool = field(init=False)
     text: TextStream | None = field(init=False, default=None)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -162,7 +163,7 @@ class RequestState:
     reservation: tuple[int, int] = (0, 0)
     table_row: int = 0
     state_slot: int = 0
-    cache_at: int = NEVER
+    note_at: int = NEVER
     in_flight_prefix: list[bytes] = field(default_factory=list)
     in_flight_until: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -192,8 +193,8 @@ class RequestState:
         self.tokens = array("q", request.prompt)
         self.num_prompt = len(request.prompt)
         self.limit = min(self.num_prompt + params.max_tokens, max_model_len)
-        self.is_plain = tokenizer is None and params.logprobs is None
-        self.is_plain &= params.prompt_logprobs is None
+        self.is_tokens_only = tokenizer is None and params.logprobs is None
+        self.is_tokens_only &= params.prompt_logprobs is None
         if tokenizer is not None:
             self.text = TextStream(
                 tokenizer, params.stop, min_tokens=params.min_tokens, prompt=request.prompt

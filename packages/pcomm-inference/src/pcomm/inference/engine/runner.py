@@ -128,19 +128,19 @@ class ModelRunner:
         tokens = [live.tokens[-1] for live in decodes]
         positions = contexts[: len(decodes)]
         rows = list(range(len(decodes)))
-        slots = self._decode_slots(decodes)
+        places = self._decode_places(decodes)
         for chunk in chunks:
             count = chunk.num_tokens
             rows += [len(tokens) + row for row in chunk.logits_rows()]
             tokens += chunk.live.tokens[chunk.start : chunk.stop]
             tokens += chunk.drafts
             positions += range(chunk.start, chunk.start + count)
-            slots += self._chunk_slots(chunk.live, chunk.start, chunk.start + count)
+            places += self._chunk_places(chunk.live, chunk.start, chunk.start + count)
             lengths.append(count)
         packed = array("q", tokens)
         for numbers in (
             positions,
-            slots,
+            places,
             [live.state_slot for live in requests],
             [live.table_row for live in requests],
             contexts,
@@ -180,7 +180,7 @@ class ModelRunner:
         num_tokens, num_requests = cu_seqlens[-1], len(context_lens)
         num_rows = packed.shape[0] - 3 * (num_tokens + num_requests)
         sizes = [num_tokens] * 3 + [num_requests] * 3 + [num_rows]
-        tokens_T, positions_T, slots_T, states_N, tables_N, contexts_N, rows_L = (
+        tokens_T, positions_T, places_T, slots_N, tables_N, contexts_N, rows_L = (
             packed.split_with_sizes(sizes)
         )
         return StepBatch(
@@ -190,13 +190,13 @@ class ModelRunner:
             context_lens=context_lens,
             context_lens_N=contexts_N.to(torch.int32),
             block_tables_NB=self._tables.select(tables_N, width),
-            slot_mapping_T=slots_T,
+            slot_mapping_T=places_T,
             first_blocks=first_blocks,
-            state_slots_N=states_N,
+            state_slots_N=slots_N,
             logits_rows=rows_L,
         )
 
-    def _decode_slots(self, decodes: list[RequestState]) -> list[int]:
+    def _decode_places(self, decodes: list[RequestState]) -> list[int]:
         if not self._has_blocks:
             return [0] * len(decodes)
         size = self._block_size
@@ -204,7 +204,7 @@ class ModelRunner:
             live.blocks[(at := live.num_computed) // size] * size + at % size for live in decodes
         ]
 
-    def _chunk_slots(self, live: RequestState, start: int, stop: int) -> list[int] | range:
+    def _chunk_places(self, live: RequestState, start: int, stop: int) -> list[int] | range:
         if not self._has_blocks:
             return [0] * (stop - start)
         size = self._block_size
@@ -230,7 +230,7 @@ class ModelRunner:
         for numbers in (
             [live.tokens[-1] for live in decodes],
             contexts,
-            self._decode_slots(decodes),
+            self._decode_places(decodes),
             [live.state_slot for live in decodes],
             [live.table_row for live in decodes],
             contexts,

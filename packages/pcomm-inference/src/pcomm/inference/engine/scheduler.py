@@ -62,7 +62,7 @@ class StepPlan:
     """The work of one step.
 
     Attributes:
-        decodes: Requests that compute their last token only.
+        decodes: Requests with one token to compute, the last one of their text or prompt.
         chunks: All others.
     """
 
@@ -76,7 +76,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens of the step, T."""
         return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
 
     def decode_counts(self, windows: Sequence[int] = ()) -> DecodeCounts | None:
@@ -155,6 +155,9 @@ class Scheduler:
             budget -= self._add_chunk(plan, live, budget)
         if preempted == self.num_preemptions:
             self._begin_waiting(plan, budget)
+        # Recurrent layers compute requests with one token in another way than longer ones, and find
+        # them before those; those with something before that token come first, as in `StepBatch`.
+        plan.chunks.sort(key=lambda chunk: (chunk.num_tokens > 1, chunk.start == 0))
         return plan
 
     def schedule_alone(self, live: RequestState) -> StepPlan:
@@ -199,7 +202,7 @@ class Scheduler:
         for live in self._queue.in_order():
             if budget <= 0 or len(self.running) == self._max_requests:
                 return
-            if self._allocator.is_in_flight(live):
+            if self._allocator.is_prefix_in_flight(live):
                 continue
             # A block for each of the others, or the next step would preempt this one again.
             if not self._begin(live, headroom=len(self.running)):
@@ -248,7 +251,7 @@ class Scheduler:
         return max(stop - start, 0)
 
     def _add_fixed_chunk(self, plan: StepPlan, live: RequestState, budget: int) -> int:
-        """The same for a chunk that depends on its request alone: whole, or not in this step."""
+        """Plan a chunk that depends on its request alone, or none, and return its length."""
         start, num_prompt = live.num_computed, live.num_prompt
         # Text that is computed again after a preemption was written token by token.
         stop = start + 1
@@ -256,13 +259,7 @@ class Scheduler:
             stop = min(num_prompt, start - start % INVARIANT_CHUNK + INVARIANT_CHUNK)
         if stop - start > budget:
             return 0
-        chunk = Chunk(live, start, stop)
-        if stop - start == 1:
-            # Recurrent layers compute requests with one token in another way than longer ones, and
-            # find them before those.
-            plan.chunks.insert(0, chunk)
-        else:
-            plan.chunks.append(chunk)
+        plan.chunks.append(Chunk(live, start, stop))
         return stop - start
 
 
@@ -305,25 +302,26 @@ class FaultIsolation:
 
     Args:
         scheduler: Plans steps of one request.
-        live: Requests under way by name; a suspect that is none of them has ended.
+        under_way: Requests by name; a suspect that is none of them has ended.
     """
 
-    def __init__(self, scheduler: Scheduler, live: Mapping[str, RequestState]) -> None:
+    def __init__(self, scheduler: Scheduler, under_way: Mapping[str, RequestState]) -> None:
         self._scheduler = scheduler
-        self._live = live
+        self._under_way = under_way
         self._suspected: list[RequestState] = []
-        self._waiting: list[RequestState] = []
+        # Those of them that may not be past the tokens of that step yet.
+        self._untried: list[RequestState] = []
 
     def plan(self) -> StepPlan | None:
         """The next step of the first suspect; None once there is no suspect."""
-        while self._waiting:
-            live = self._waiting[0]
-            is_under_way = self._live.get(live.request_id) is live
+        while self._untried:
+            live = self._untried[0]
+            is_under_way = self._under_way.get(live.request_id) is live
             if is_under_way and live.num_computed < live.alone_until:
                 plan = self._scheduler.schedule_alone(live)
                 if plan.chunks:
                     return plan
-            del self._waiting[0]
+            del self._untried[0]
         self._suspected.clear()
         return None
 
@@ -342,7 +340,7 @@ class FaultIsolation:
             live.num_failures += 1
         lost = [live for live in requests if live.num_failures > MOST_FAILURES]
         self._suspected = [live for live in requests if live not in lost]
-        self._waiting = self._suspected.copy()
+        self._untried = self._suspected.copy()
         return lost
 
     def clear_failures(self) -> None:
@@ -353,4 +351,4 @@ class FaultIsolation:
     def clear(self) -> None:
         """Suspect none."""
         self._suspected.clear()
-        self._waiting.clear()
+        self._untried.clear()

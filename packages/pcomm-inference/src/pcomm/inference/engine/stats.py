@@ -18,9 +18,9 @@ class HostTimes:
 
     ```python
     times.begin()
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     times.lap("schedule")
-    logits = model.step(plan.batch, memory)
+    logits = model.step(batch, memory)
     times.lap("model")
     ```
 

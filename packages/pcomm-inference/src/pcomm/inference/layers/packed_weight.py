@@ -106,7 +106,7 @@ class PackedWeight:
         return y
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
-        """The same: nothing changes it."""
+        """Give this one itself, which nothing changes."""
         return self
 
     def __reduce__(self) -> str:

@@ -143,7 +143,7 @@ class BandwidthMeter:
         return found
 
     def _fitting(self, num_bytes: int, device: torch.device) -> MemoryBandwidth:
-        """With fewer bytes where weights and other programs have left too little of a GPU."""
+        """Measure, with fewer bytes where weights and programs have left too little of a GPU."""
         while True:
             try:
                 return self._measure(num_bytes, device)

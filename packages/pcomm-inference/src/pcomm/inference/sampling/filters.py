@@ -17,16 +17,16 @@ from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 __all__ = [
     "candidates",
     "edit_logits",
-    "edits",
     "filter_tokens",
-    "filters",
+    "has_edits",
+    "has_filters",
     "least_of_top",
     "likeliest_first",
     "mask_by_grammar",
 ]
 
 
-def edits(params: SamplingParams) -> bool:
+def has_edits(params: SamplingParams) -> bool:
     """Whether a request with these settings may have logits edited."""
     return (
         params.repetition_penalty != 1
@@ -174,7 +174,7 @@ _UNITS = 2.0**30
 _FEW, _HALVINGS = 256, 8
 
 
-def filters(params: SamplingParams) -> bool:
+def has_filters(params: SamplingParams) -> bool:
     """Whether a draw with these settings is not from all tokens."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 

@@ -1,10 +1,11 @@
-"""Text that follows a JSON schema or a regular expression, by the library llguidance."""
+"""Text that follows a JSON schema, an expression or a grammar, by the library llguidance."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import re
 import threading
 from collections.abc import Iterator
 from decimal import Decimal
@@ -31,7 +32,7 @@ __all__ = [
 
 
 LONGEST_SCHEMA = 64 * 1024
-"""Most bytes of the text of a schema."""
+"""Most bytes of the text of a schema or a grammar."""
 LARGEST_MULTIPLE = 10_000
 """Largest common multiple of all `multipleOf` of a schema, in units of their last decimal digit."""
 # Grammars that are kept, for requests that ask for the same one again, such as several
@@ -65,9 +66,9 @@ class GrammarCompiler:
         The last ones are kept, and equal ones are not compiled again.
 
         Raises:
-            ConfigError: The schema or expression cannot be compiled, with the reason; a schema is
-                above `LONGEST_SCHEMA` or `LARGEST_MULTIPLE`; or the engine has no tokenizer, or one
-                without an end token.
+            ConfigError: The schema, expression or grammar cannot be compiled, with the reason; a
+                schema or grammar is above `LONGEST_SCHEMA` or `LARGEST_MULTIPLE`; or the engine has
+                no tokenizer, or one without an end token.
             UnsupportedError: llguidance is not installed, or the tokenizer cannot show its
                 vocabulary.
         """
@@ -103,11 +104,11 @@ class GrammarCompiler:
 
     def _compile(self, name: str, text: str) -> LLMatcher:
         words = self._load_words(name)
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, grammar_from
 
         if name == "json_schema":
             schema = _parsed(text)
-            _check_multiples(schema)
+            _check_multiples(schema, name)
             # Options are for objects; `true` is the empty one, and the others are no schemas, which
             # is found below. Blanks between the parts of JSON could go on for ever; without them, a
             # text whose strings and arrays are bounded ends.
@@ -122,8 +123,16 @@ class GrammarCompiler:
                 )
             except (ValueError, RecursionError) as error:
                 raise _cannot_compile(name, str(error)) from error
-        else:
+        elif name == "regex":
             grammar = LLMatcher.grammar_from_regex(text)
+        else:
+            _check_length(name, text)
+            for schema in _inner_schemas(text):
+                _check_multiples(schema, name)
+            try:
+                grammar = grammar_from("grammar", text)
+            except ValueError as error:
+                raise _cannot_compile(name, str(error)) from error
         matcher = LLMatcher(words, grammar, log_level=0)
         if matcher.is_error():
             raise _cannot_compile(name, matcher.get_error())
@@ -183,14 +192,25 @@ class GrammarCompiler:
         return tokenizer
 
 
-def _parsed(text: str) -> object:
+def _check_length(name: str, text: str) -> None:
     if (length := len(text.encode("utf-8", "surrogatepass"))) > LONGEST_SCHEMA:
         raise ConfigError(
-            "SamplingParams: json_schema",
+            f"SamplingParams: {name}",
             found=f"{length} bytes",
-            why="The time and the memory to compile a schema grow with it.",
-            fix=f"Give a schema of at most {LONGEST_SCHEMA} bytes.",
+            why="The time and the memory to compile it grow with its length.",
+            fix=f"Give one of at most {LONGEST_SCHEMA} bytes.",
         )
+
+
+def _inner_schemas(grammar: str) -> Iterator[object]:
+    """The schemas that stand behind `%json` in a grammar; the compiler finds what is no JSON."""
+    for found in re.finditer(r"%json\s*", grammar):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
+
+
+def _parsed(text: str) -> object:
+    _check_length("json_schema", text)
     # llguidance puts the text into a larger one, and would say where in that it is wrong.
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -207,13 +227,14 @@ def _refuse_constant(name: str) -> object:
 def _cannot_compile(name: str, reason: str) -> ConfigError:
     return ConfigError(
         f"SamplingParams: {name}",
-        found=reason.strip(),
+        # Behind the first lines it may show the whole text, or all special tokens.
+        found=f"{reason.strip():.500}",
         why="The tokens that it allows cannot be computed.",
         fix="Give another one; llguidance documents what it supports of each.",
     )
 
 
-def _check_multiples(schema: object) -> None:
+def _check_multiples(schema: object, name: str) -> None:
     """Refuse a schema whose numbers need too large an automaton.
 
     A number is matched by an automaton with a state for each remainder. `allOf`, `$ref` and the
@@ -229,7 +250,7 @@ def _check_multiples(schema: object) -> None:
         common = math.lcm(common, int(one.scaleb(max(places, 0))))
         if common > LARGEST_MULTIPLE:
             raise ConfigError(
-                "SamplingParams: json_schema",
+                f"SamplingParams: {name}",
                 found=f"multipleOf {', '.join(f'{float(each):.10g}' for each in multiples[-5:])}",
                 why="Each remainder is a state of the grammar, and several multipleOf multiply "
                 "their states.",
@@ -256,7 +277,7 @@ def _multiples(schema: object) -> Iterator[Decimal]:
 
 
 class CompiledGrammar:
-    """The `json_schema` or `regex` of some settings; made by `GrammarCompiler.compile`.
+    """The `json_schema`, `regex` or `grammar` of some settings; made by `GrammarCompiler.compile`.
 
     Args:
         matcher: Matcher at the begin of a text.
@@ -303,8 +324,8 @@ class CompiledGrammar:
 
 def grammar_key(params: SamplingParams) -> tuple[str, str] | None:
     """The name and the text of the grammar in some settings; None without one. Local."""
-    for name, text in (("json_schema", params.json_schema), ("regex", params.regex)):
-        if text is not None:
+    for name in ("json_schema", "regex", "grammar"):
+        if (text := getattr(params, name)) is not None:
             return name, text
     return None
 

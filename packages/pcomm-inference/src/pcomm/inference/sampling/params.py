@@ -47,6 +47,8 @@ class SamplingParams:
         regex: Regular expression that the whole text matches, in the syntax of Rust's crate `regex`
             with Unicode: `\d` and `\w` stand for digits and letters of all scripts, and `[0-9]`
             for ten. None for any text.
+        grammar: Grammar of the text, in llguidance's variant of Lark with a rule `start`, or in
+            llama.cpp's GBNF, an EBNF with a rule `root ::=`. None for any text.
     """
 
     temperature: float = 1.0
@@ -67,6 +69,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -204,18 +207,21 @@ def _check(params: SamplingParams) -> None:
             why="A text cannot be longer than its limit before it may end.",
             fix="Give min_tokens up to max_tokens.",
         )
-    for name in ("json_schema", "regex"):
+    given = []
+    for name in ("json_schema", "regex", "grammar"):
         value = getattr(params, name)
+        if value is not None:
+            given.append(name)
         if value is not None and not isinstance(value, str):
             raise _wrong(name, value, "a string or None")
         if any("\ud800" <= character <= "\udfff" for character in value or ""):
             raise _wrong(name, value, "text without halves of surrogate pairs")
-    if params.json_schema is not None and params.regex is not None:
+    if len(given) > 1:
         raise ConfigError(
-            "SamplingParams: json_schema and regex",
-            found="both of them",
+            f"SamplingParams: {' and '.join(given)}",
+            found=f"{len(given)} of them",
             why="A text follows one grammar.",
-            fix="Give one of the two, and None for the other.",
+            fix="Give one of them, and None for the others.",
         )
 
 

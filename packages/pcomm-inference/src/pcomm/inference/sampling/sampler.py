@@ -17,9 +17,9 @@ from pcomm.core.errors import PcommError
 from pcomm.inference.sampling.filters import (
     candidates,
     edit_logits,
-    edits,
     filter_tokens,
-    filters,
+    has_edits,
+    has_filters,
     least_of_top,
     likeliest_first,
     mask_by_grammar,
@@ -97,7 +97,7 @@ class Sampler:
         if logits_LV.dtype == torch.float64:
             logits_LV = logits_LV.float()
         edited_LV = logits_LV
-        if any(row.allowed_words is not None or edits(row.params) for row in rows):
+        if any(row.allowed_words is not None or has_edits(row.params) for row in rows):
             edited_LV = logits_LV.to(torch.float32, copy=True).contiguous()
             edit_logits(edited_LV, rows)
             mask_by_grammar(edited_LV, rows)
@@ -114,7 +114,7 @@ class Sampler:
         groups: list[list[int]] = [[], [], []]
         for number, row in enumerate(rows):
             params = row.params
-            groups[0 if params.temperature == 0 else 1 + filters(params)].append(number)
+            groups[0 if params.temperature == 0 else 1 + has_filters(params)].append(number)
         draw = self._draw
         ways: tuple[_Way, ...]
         ways = (_likeliest, partial(draw, is_filtered=False), partial(draw, is_filtered=True))

@@ -2,8 +2,8 @@
 
 The library looks attention up by a name, and hands a cache object to each layer that keeps a state.
 So nothing in the model is copied or rewritten: within a step its attention is `paged_attention`,
-and each recurrent layer runs once for every chunk, and once for all requests that decode, with a
-cache that stands for the slots of the engine. Between steps the model is as it was.
+and each recurrent layer runs once for all requests that decode, and by chunks or single tokens for
+others, with a cache that stands for the slots of the engine. Between steps the model is as it was.
 
 What each layer keeps is found by a run of a few tokens. Another one compares the logits of the
 engine's way, in chunks and with two requests, with those of the model's own forward: where they
@@ -18,7 +18,9 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference.model import LayerMemory, LayerSpec, StepBatch
 from pcomm.inference.transformers.attention_calls import AttentionCalls
 from pcomm.inference.transformers.recurrent_layers import RecurrentLayer, find_recurrent_layers
-from pcomm.inference.transformers.self_check import check_logits
+from pcomm.inference.transformers.self_check import check_logits, without_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,13 +39,18 @@ __all__ = ["TransformersModel"]
 _NUMBERS = count()
 # Tokens of the runs in which calls and states are found: hardly a size of a layer is as large.
 _NUM_TOKENS = 11
+# A step puts a name into configurations, which models may share: one computes at a time. By the id
+# of a configuration, which lives as long as an adapter that has its lock.
+_TURNS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_MAKING = RLock()
 
 
 class TransformersModel:
     """A causal language model of transformers, unchanged, as a model of the engine.
 
     Its weights are not copied, and may change between steps, in which it can be used as ever. Steps
-    compute no gradients. Local; under tensor parallelism every rank has its own.
+    compute no gradients. Those of adapters in other threads whose models share a configuration wait
+    for each other. Local; under tensor parallelism every rank has its own.
 
     Args:
         model: A causal language model on one device, whose attention goes through transformers'
@@ -78,13 +85,15 @@ class TransformersModel:
         self._first_position = 0
         self._is_closed = False
         self._configs = tuple(_configs_of(model))
+        self._turns = _turns_of(self._configs)
         self.max_tokens = _tokens_of_one_rotation(self._configs)
         for module in self._in_training:
             module.training = False
         try:
-            self._find()
-            if check:
-                check_logits(self, model, self._logits_alone, self._recurrent)
+            with self._in_turn():
+                self._find()
+                if check:
+                    check_logits(self, model, self._logits_alone, self._recurrent)
         except BaseException as error:
             self.close()
             if not isinstance(error, Exception) or isinstance(error, _PASSED_ON):
@@ -96,9 +105,9 @@ class TransformersModel:
         """What each layer keeps, by a run of some tokens."""
         embeddings: Any = self.model.get_input_embeddings()
         tokens_T = torch.arange(1, 1 + _NUM_TOKENS, device=self.model.device)
-        tokens_T %= embeddings.num_embeddings
+        tokens_T = without_padding(tokens_T % embeddings.num_embeddings, self.model)
         with self._plugged_in(), self._calls.being_found():
-            self.vocabulary = self._logits_alone(tokens_T).shape[1]
+            self.vocabulary = self._forward(tokens_T).shape[1]
         self._recurrent = tuple(find_recurrent_layers(self.model, tokens_T))
         self._find_first_position(tokens_T)
         if not self.memory_specs():
@@ -112,12 +121,20 @@ class TransformersModel:
         """The position of a first token: some families begin behind that of their padding."""
         padding = getattr(self.model.config, "pad_token_id", None)
         if isinstance(padding, int) and "position_ids" in self._parameters:
-            alone, places_T = self._logits_alone(tokens_T), torch.arange(_NUM_TOKENS)
+            alone, positions_T = self._logits_alone(tokens_T), torch.arange(_NUM_TOKENS)
             for first in (0, padding + 1):
                 self._first_position = first
-                if torch.equal(self._forward(tokens_T, places_T.to(tokens_T)), alone):
+                if torch.equal(self._forward(tokens_T, positions_T.to(tokens_T)), alone):
                     return
         self._first_position = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "TransformersModel: a copy of it",
+            found="a function that copies or pickles it, such as copy.deepcopy",
+            why="It holds functions and locks of the model that it was made for.",
+            fix="Copy the model, and make another TransformersModel of the copy.",
+        )
 
     def close(self) -> None:
         """End its use, and put modules back in training mode. It can be closed again."""
@@ -139,7 +156,7 @@ class TransformersModel:
         """
         self._check_step(batch)
         number = len(self._calls.specs)
-        with ExitStack() as stack:
+        with self._in_turn() as stack:
             stack.enter_context(self._plugged_in())
             stack.enter_context(self._calls.serving(batch, memory[:number]))
             for layer, kept in zip(self._recurrent, memory[number:], strict=True):
@@ -178,11 +195,11 @@ class TransformersModel:
         return self._forward(tokens_T)
 
     def _forward(
-        self, tokens_T: Tensor, places_T: Tensor | None = None, rows_L: Tensor | None = None
+        self, tokens_T: Tensor, positions_T: Tensor | None = None, rows_L: Tensor | None = None
     ) -> Tensor:
         given: dict[str, Any] = {"input_ids": tokens_T[None], "use_cache": False}
-        if places_T is not None and "position_ids" in self._parameters:
-            given["position_ids"] = places_T[None] + self._first_position
+        if positions_T is not None and "position_ids" in self._parameters:
+            given["position_ids"] = positions_T[None] + self._first_position
         keeps = rows_L is not None and "logits_to_keep" in self._parameters
         if keeps:
             given["logits_to_keep"] = rows_L
@@ -192,6 +209,14 @@ class TransformersModel:
             raise _refused(self.model, "no logits of each token", "The engine samples from them.")
         logits: Tensor = found[0]
         return logits if keeps or rows_L is None else logits[rows_L]
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[ExitStack]:
+        """No other adapter computes with the configurations of this model."""
+        with ExitStack() as stack:
+            for turn in self._turns:
+                stack.enter_context(turn)
+            yield stack
 
     @contextmanager
     def _plugged_in(self) -> Iterator[None]:
@@ -223,6 +248,12 @@ def _configs_of(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
             found.add(id(config))
             yield config
             left += [getattr(config, name, None) for name in config.sub_configs]
+
+
+def _turns_of(configs: Iterable[PreTrainedConfig]) -> list[Any]:
+    """The locks of configurations, in an order that is the same for all adapters."""
+    with _MAKING:
+        return [_TURNS.setdefault(key, RLock()) for key in sorted(map(id, configs))]
 
 
 def _tokens_of_one_rotation(configs: Iterable[PreTrainedConfig]) -> int | None:

@@ -64,6 +64,7 @@ class AttentionCalls:
     def __init__(self, name: str) -> None:
         self.name = name
         self.specs: list[KVSpec] = []
+        # Made by the model while calls are found; None at all other times.
         self._masks: list[_Mask] | None = None
         self._batch: StepBatch | None = None
         self._memory: Sequence[LayerMemory | None] = ()

@@ -282,7 +282,7 @@ class FormTable:
     def of(
         cls, topology: Topology, degrees: Sequence[Sequence[int]], slow: RankSpeeds
     ) -> FormTable:
-        """Those of the degrees by replica and stage."""
+        """The forms of all groups of these degrees."""
         rates = _slow_rates(topology, degrees, slow) if slow else {}
         table, indices = [], []
         for stage in range(size_of(topology, "pp")):

@@ -129,7 +129,7 @@ class NtpPlan:
     def form(self, replica: int, stage: int = 0) -> Form:
         """Relative speeds of the ranks of a tensor-parallel group, the fastest being 1.
 
-        One number for each rank that is used; all 1 unless ranks are slow. What ranks hold
+        It has one number for each rank that is used, all 1 unless ranks are slow. What ranks hold
         follows from the form: equal forms have equal layouts. A replica that is dropped has none.
 
         Raises:
@@ -142,7 +142,7 @@ class NtpPlan:
     def rates(self, replica: int, stage: int = 0) -> Form:
         """Speeds of the ranks of a tensor-parallel group, a healthy rank having 1.
 
-        At each index the least of all groups of the replica and stage, such as those along `cp`.
+        Each is the least of its index in all groups of the place, such as those along `cp`.
         """
         return self._forms.slow_rates.get((replica, stage)) or plain(self.degree(replica, stage))
 
@@ -168,7 +168,7 @@ class NtpPlan:
     def canonical_replica(self, stage: int = 0) -> int:
         """The replica that speaks for all in `stage`, such as for norms and checkpoints.
 
-        The one of the largest degree, the full one if any has it; of these one without slow
+        It is the one of the largest degree, the full one if any has it; of these one without slow
         ranks, and the lowest.
         """
         return min(
@@ -187,7 +187,7 @@ class NtpPlan:
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
         """Global ranks that are used in the tensor-parallel group at the place of `rank`.
 
-        The fastest survivors, as many as the degree, ascending on `tp`; the lower of equal ones.
+        They are the fastest survivors, as many as the degree, ascending; of equal ones the lower.
         """
         place = self.topology.coordinates(rank)
         alive = self.topology.members(rank, "tp")
@@ -282,7 +282,7 @@ class NtpPlan:
     def token_shares(self, tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
         """Tokens of each replica in a step, `tokens` in all: the slowest ends as early as can be.
 
-        Proportional to the speeds, but for rounding.
+        Shares are proportional to the speeds, but for rounding.
 
         Args:
             tokens: Tokens of the global batch.
@@ -399,7 +399,7 @@ class NtpPlan:
         return "\n".join(lines)
 
     def agreed_lines(self) -> list[str]:
-        """Facts that all ranks must share, one field a line, for `Control.agree_on_lines`."""
+        """Facts that all ranks must share, one field a line, for `Control.agree` and others."""
         topology = self.topology
         return [
             f"version: {VERSION}",

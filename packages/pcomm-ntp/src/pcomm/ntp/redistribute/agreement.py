@@ -37,7 +37,8 @@ def agree(
 ) -> None:
     """Make sure that no rank has an error, and that ranks that tell the same facts agree.
 
-    Collective over the group: a gather of a few numbers, and one of texts if something is wrong.
+    Collective over the group, by gathers. Unlike `agree_in_group` of pcomm-core, it compares by
+    subject, and gives a `StateLostError` of any rank to all.
 
     Args:
         collectives: Collectives of the group.

@@ -22,7 +22,7 @@ from pcomm.core.checkpoint import ShardView
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import NtpPlan
-from pcomm.ntp.redistribute.planned_moves import units_of
+from pcomm.ntp.redistribute.planned_moves import split_units
 
 __all__ = [
     "StateEntry",
@@ -162,7 +162,7 @@ class _ReadView(ShardView):
         return self
 
     def write_items(self, name: str) -> list[WriteItem]:
-        """Nothing."""
+        """No items: another replica writes them."""
         return []
 
 
@@ -201,7 +201,7 @@ def shard_views(
     views: dict[str, ShardView] = {}
     for name, tensor in tensors.items():
         parameter = parameter_name(name)
-        if units_of(plan, parameter) is None:
+        if split_units(plan, parameter) is None:
             views[name] = kind(tensor, ParamLayout(), 0)
             continue
         layout = plan.layout(parameter, place.replica, place.stage)

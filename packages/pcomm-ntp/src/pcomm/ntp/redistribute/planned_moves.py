@@ -22,7 +22,7 @@ __all__ = [
     "held_units",
     "level_senders",
     "moves",
-    "units_of",
+    "split_units",
 ]
 
 
@@ -56,7 +56,7 @@ def moves(
 
     Each rank gets exactly the units that it lacks, each from one rank: from its own
     tensor-parallel group where one is left that has them, and otherwise from all replicas in
-    equal amounts. The same on all ranks that pass the same arguments.
+    equal amounts. Ranks that pass the same arguments get the same.
 
     Args:
         old: Plan under which the state lies now.
@@ -74,7 +74,7 @@ def moves(
         StateLostError: No holder has some units that a rank lacks.
     """
     check_same_job(old, new)
-    units = units_of(old, name)
+    units = split_units(old, name)
     alive = frozenset(holders)
     found: list[Move] = []
     for number, groups in whole_groups(old.topology).items():
@@ -83,8 +83,8 @@ def moves(
     return tuple(sorted(found, key=lambda move: (move.target, move.start)))
 
 
-def units_of(plan: NtpPlan, name: str) -> Units | None:
-    """The units of a parameter; None if it is replicated, or the plan does not name it."""
+def split_units(plan: NtpPlan, name: str) -> Units | None:
+    """The units of a split parameter; None if it is replicated, or the plan does not name it."""
     found = plan.units_of(name)
     return found[1] if found is not None and found[1].is_split else None
 

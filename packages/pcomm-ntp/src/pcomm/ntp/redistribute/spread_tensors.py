@@ -13,7 +13,7 @@ from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units, lies_as_planned
 from pcomm.ntp.redistribute.named_tensors import parameter_name
-from pcomm.ntp.redistribute.planned_moves import Interval, held_units, units_of
+from pcomm.ntp.redistribute.planned_moves import Interval, held_units, split_units
 
 __all__ = ["SpreadTensor", "spread_tensors"]
 
@@ -126,7 +126,7 @@ def spread_tensors(
     found = []
     for name in sorted({*source, *target} if has_old or has_new else ()):
         parameter = parameter_name(name)
-        units, layout = units_of(new, parameter), param_layouts.get(parameter, ParamLayout())
+        units, layout = split_units(new, parameter), param_layouts.get(parameter, ParamLayout())
         if units is None and layout.is_split:
             raise ConfigError(
                 f"redistribute: {name!r}",

@@ -170,6 +170,7 @@ class Watch:
             self._told = watched.generation, message_of_flag
 
     def _look_at_neighbour(self, watched: _Watched, now_s: float) -> None:
+        """Raise the flag if the next rank is silent; `Quorum` finds others that died with it."""
         if len(watched.ranks) < 2 or self._rank not in watched.ranks:
             return
         following = (watched.ranks.index(self._rank) + 1) % len(watched.ranks)

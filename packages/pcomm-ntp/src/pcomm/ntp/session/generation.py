@@ -38,7 +38,7 @@ Spec = str | tuple[str, str] | GroupSpec
 
 @dataclass(frozen=True)
 class Job:
-    """A training job that outlives its ranks.
+    """Settings of a session, and the plans that follow from them for the ranks that are left.
 
     Args:
         topology: Axes and sizes of the whole job, without failures.
@@ -48,7 +48,7 @@ class Job:
         failures: Ranks that are gone from the start.
         groups: Groups that the model needs beside `tp`; a function of the plan, or a list.
         strategy: Strategy by which gradients are summed.
-        backend: `"gloo"` or `"nccl"`.
+        backend: `"gloo"`; `Session` refuses others.
         restore: Function that loads a checkpoint; None where there is none.
         has_end: True if the program has a function for the end of the job.
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
@@ -84,7 +84,7 @@ class Job:
     def last_plan(self, ranks: tuple[int, ...], speeds: Mapping[int, float]) -> NtpPlan:
         """The plan of ranks that cannot go on, but may hold all units, for the end of the job.
 
-        As many tensor-parallel groups as the job has replicas, each a replica with `cp` of 1.
+        It has as many tensor-parallel groups as the job has replicas, each one with `cp` of 1.
 
         Raises:
             UnsupportedError: There are pipeline stages or slow ranks, or `tp` is not the fastest
@@ -134,7 +134,7 @@ class Transition:
         generation: Number of the generation.
         reason: Reason for leaving the one before.
         ranks: Ranks of the generation.
-        gone: Ranks of the one before whose processes are gone, each with the reason.
+        gone: Ranks that are gone since the last one that was complete, each with the reason.
         meet_s: Seconds until it was decided who goes on.
         open_s: Seconds until the groups were open.
         build_s: Seconds until the model was built.
@@ -179,29 +179,30 @@ class Opened:
     """Groups of a generation whose operations a failure interrupts.
 
     Args:
-        groups: Groups of the ranks that the plan uses; on an idle rank those of all ranks.
-        every: The group of all ranks, which shares a communicator where no rank is idle.
+        groups: Groups of the ranks that the plan uses; `of_all_ranks` itself on an idle rank, and
+            where no rank is idle.
+        of_all_ranks: Groups among which is that of all ranks.
     """
 
     groups: Groups
-    every: Groups
+    of_all_ranks: Groups
 
     @property
     def everyone(self) -> Group:
         """The group of all ranks of the generation, idle ones included."""
-        return self.every[_EVERYONE]
+        return self.of_all_ranks[_EVERYONE]
 
     def abandon(self) -> None:
         """Leave all groups as they are. Local."""
-        if self.groups is not self.every:
+        if self.groups is not self.of_all_ranks:
             self.groups.abandon()
-        self.every.abandon()
+        self.of_all_ranks.abandon()
 
     def close(self) -> None:
         """Close all groups. Collective."""
-        if self.groups is not self.every:
+        if self.groups is not self.of_all_ranks:
             self.groups.close()
-        self.every.close()
+        self.of_all_ranks.close()
 
 
 def open_generation(job: Job, made: NtpPlan, control: Control, watch: Watch) -> Opened:
@@ -250,14 +251,15 @@ def _open(job: Job, made: NtpPlan, control: Control, failure: Callable[[], str |
     own = [_timed(spec, timeout_s) for spec in specs]
     all_ranks = _timed(GroupSpec.of_ranks(control.ranks, _EVERYONE), timeout_s)
     first = [all_ranks, *own] if len(used) == len(control.ranks) else [all_ranks]
-    every = _opened(made.topology, first, control, failure, job.backend)
+    of_all_ranks = _opened(made.topology, first, control, failure, job.backend)
     if len(used) == len(control.ranks) or control.rank not in used:
-        return Opened(every, every)
+        return Opened(of_all_ranks, of_all_ranks)
     try:
         topology = made.topology.with_failed(made.idle_ranks)
-        return Opened(_opened(topology, own, control.among(used), failure, job.backend), every)
+        groups = _opened(topology, own, control.among(used), failure, job.backend)
+        return Opened(groups, of_all_ranks)
     except BaseException:
-        every.abandon()
+        of_all_ranks.abandon()
         raise
 
 

@@ -9,10 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from pcomm.core.control import Control
-from pcomm.core.errors import ClosedError, ConfigError, FencedError, PeerError, PeerTimeoutError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    DivergenceError,
+    FencedError,
+    PeerError,
+    PeerTimeoutError,
+)
 from pcomm.ntp.session.failure_detection import ExitReports, Watch, left_out, unreachable
 from pcomm.ntp.session.quorum import Quorum, Timeouts, states_before
-from pcomm.ntp.session.records import Decision, Join, Records, store_lost
+from pcomm.ntp.session.records import Decision, Join, Records, headline, store_lost
 from pcomm.ntp.session.resume_point import RankState
 
 __all__ = ["Membership"]
@@ -184,8 +191,10 @@ class Membership:
             What was decided, and the states of those ranks of the next generation that were there.
 
         Raises:
+            DivergenceError: A rank has ended since ranks differ.
             FencedError: The others have gone on without this rank.
         """
+        self._check_diverged()
         decision = self.records.decision(self.number)
         if decision is None:
             self.records.raise_flag(self.number, reason)
@@ -198,6 +207,8 @@ class Membership:
                 self._timeouts,
             )
             decision = quorum.attend(self.rank, state, self._propose, self.check_store)
+            # It is told before its rank is gone, so that none goes on without it.
+            self._check_diverged()
         self.gone |= decision.gone
         states = {}
         if not decision.is_end:
@@ -238,12 +249,18 @@ class Membership:
         self.is_over = decision.is_end
         return self.is_over
 
-    def leave(self, reason: str) -> None:
-        """Tell the others that this rank leaves them for good, or joins no more. Local."""
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that this rank leaves them for good, or joins no more. Local.
+
+        They go on without it, but for a `DivergenceError`, with which all of them end.
+        """
+        reason = f"{type(error).__name__}: {headline(error)}"
         if not self._is_member:
             # Else they would take in a process that has ended, and wait for it.
             self.records.refuse(self._token, f"it waits no more: {reason}")
             return
+        if isinstance(error, DivergenceError):
+            self.records.say_diverged(self.number, error)
         self.records.say_left(self.number, self.rank, reason)
         self.records.raise_flag(self.number, f"rank {self.rank} has left: {reason}")
 
@@ -356,6 +373,10 @@ class Membership:
         speeds = {r: s for r, s in self.records.speeds(ranks).items() if s != 1}
         tokens = {r: join.token for r, join in new.items()}
         return Decision(ranks, tokens, incarnations, speeds, self.records.stops(), gone)
+
+    def _check_diverged(self) -> None:
+        if (error := self.records.diverged(self.number)) is not None:
+            raise error
 
     def _is_complete(self, there: Sequence[int]) -> bool:
         """Whether one of `there` knows that all have the state of the generation."""

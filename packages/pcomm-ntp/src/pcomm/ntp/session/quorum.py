@@ -26,9 +26,9 @@ class Timeouts:
             before the others have decided, or without a connection between two ranks. The heartbeat
             is a Python thread: more than the longest call that holds Python's interpreter lock,
             such as of a tokenizer or a compiler.
-        leave_s: Seconds that a rank with a heartbeat has to leave its work and join the quorum;
-            after that it is excluded, too. More than the longest stretch of computation between
-            two collectives.
+        leave_s: Seconds that a rank with a heartbeat, or without any yet in generation 0, has to
+            join the quorum; after that it is excluded, too. More than the longest stretch of
+            computation between two collectives.
         agree_s: Seconds that the ranks have to agree, and as many to connect, in a new generation;
             and those after which a store whose host sends nothing is lost.
         operation_s: Seconds after which an operation between ranks ends by itself.
@@ -45,7 +45,7 @@ class Timeouts:
 
 
 class Quorum:
-    """The ranks of a generation that decide what follows it. Collective, as far as they live.
+    """The ranks of a generation that decide what follows it. Collective over those that live.
 
     Each rank says what state it has. Once every rank has done so or is known to be gone, one of
     them proposes what follows, and the first proposal counts. No majority is needed, since the
@@ -130,6 +130,9 @@ class Quorum:
         if self._told(rank) is not None:
             return True
         beat = self._records.beat_of(self.generation, rank)
+        if not beat and self.generation == 0:
+            # Not silent but late to begin, as for `Watch`; `leave_s` is its limit here.
+            return False
         silent_s = self._heartbeats.look(rank, beat, time.monotonic())
         return silent_s >= self._timeouts.dead_after_s
 

@@ -2,18 +2,19 @@
 
 | key below `pcomm/session/` | written by | says |
 |---|---|---|
-| `job` | the first rank | a word for the job |
+| `job` | the first rank that asks | a word for the job |
 | `first/RANK` | each process of a rank | which of them is in generation 0 |
 | `flag/G` | the first rank that suspects | that the ranks of generation G form a quorum |
 | `said/G/RANK` | each rank that leaves G | its state (`RankState`) |
 | `decision/G` | the first that proposes | the ranks after G, or that all is done |
+| `diverged/G` | the first rank that sees it | that ranks differ, so that all of them end |
 | `left/G/RANK` | a rank whose program ends | that it is gone, and why |
 | `silent/G/RANK` | its neighbour | that its heartbeat has stopped |
 | `done/G/RANK` | each rank at the end | that it has no step left |
 | `over/G` | the first of these | the rank, and how many steps it has applied |
 | `reach/G/RANK` | each rank | the address at which others try to connect |
 | `unreached/G/RANK` | a rank after a failure | the ranks that it cannot connect to |
-| `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer needs beside tensors |
+| `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer in G needs beside tensors |
 | `beat/G/RANK` | each rank's thread | heartbeats |
 | `joins`, `join/N` | newcomers | requests to join, numbered |
 | `refused/TOKEN`, `taken/TOKEN` | members | what became of a request |
@@ -35,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
-from pcomm.core.errors import PeerError
+from pcomm.core.errors import DivergenceError, PeerError
 from pcomm.ntp.session.resume_point import RankState
 
 __all__ = [
@@ -51,7 +52,7 @@ __all__ = [
 
 # What ranks write of themselves, and below their control: agreements, and addresses of groups.
 _OF_A_GENERATION = re.compile(
-    "pcomm/(?:session/(?:said|left|silent|done|over|reach|unreached|plan|scalars|beat)/)?"
+    "pcomm/(?:session/(?:said|diverged|left|silent|done|over|reach|unreached|plan|scalars|beat)/)?"
     r"(\d+)(?:/|$)"
 )
 
@@ -143,6 +144,19 @@ class Records:
     def say_left(self, generation: int, rank: int, reason: str) -> None:
         """Tell that the program of this rank has left the session."""
         self._set(f"left/{generation}/{rank}", reason)
+
+    def say_diverged(self, generation: int, error: DivergenceError) -> None:
+        """Tell that ranks of a generation differ, so that no quorum of them goes on."""
+        parts = (error.asked, error.found, error.why, error.fix)
+        self._first(f"diverged/{generation}", json.dumps(parts))
+
+    def diverged(self, generation: int) -> DivergenceError | None:
+        """The error with which ranks of a generation have ended, or None."""
+        text = self._get(f"diverged/{generation}")
+        if text is None:
+            return None
+        asked, found, why, fix = json.loads(text)
+        return DivergenceError(asked, found=found, why=why, fix=fix)
 
     def left(self, generation: int, rank: int) -> str | None:
         """Why the program of a rank has left the session, or None."""

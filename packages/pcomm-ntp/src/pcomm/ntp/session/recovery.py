@@ -362,6 +362,8 @@ class Recovery:
             except StateLostError:
                 if self._job.restore is None or self.ending is not None:
                     raise
+                # What is held of it is no state to go on from if restoring fails on some ranks.
+                self.held = None
                 # The optimizer has the scalars of the state that is lost.
                 built = self._build(made, opened, is_start=False)
         self.applied = self._transfer.restore(made, built, group)

@@ -1,4 +1,4 @@
-"""From which state a job goes on, decided from what each rank says of its own. Integers alone.
+"""From which state a job goes on, decided from what each rank says of its own, by integers alone.
 
 Two things of a rank change at a time that the others do not share: the number of steps that it has
 applied, and the generation whose state it holds. Both change in the same two phases. A rank first

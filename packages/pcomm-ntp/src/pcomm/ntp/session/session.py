@@ -21,7 +21,7 @@ from pcomm.ntp.redistribute import StateLostError
 from pcomm.ntp.session.generation import Build, Job, Spec, Transition
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.quorum import Timeouts
-from pcomm.ntp.session.records import StoreLostError, headline, store_errors
+from pcomm.ntp.session.records import StoreLostError, store_errors
 from pcomm.ntp.session.recovery import Recovery
 from pcomm.ntp.session.step import Attempt, StepEnd
 from pcomm.ntp.session.training_state import Restore
@@ -74,7 +74,7 @@ class Session:
         groups: Further groups of the model, or a function that makes them from a plan.
         strategy: Strategy by which gradients are summed; see `GradSync`.
         restore: Function of a plan, model and optimizer that loads a checkpoint and returns its
-            step; called on all ranks when the job starts, and when a state is lost with its ranks.
+            step; called on ranks with units when the job starts, and when a state is lost.
         at_end: Function of the session that `close` calls on each rank with units, such as to save
             the last checkpoint. It may communicate: if a rank dies meanwhile, it is called again on
             all ranks that are left, in the next generation. It is also called before the
@@ -275,11 +275,12 @@ class Session:
                 )
             if (reason := self.failure) is not None:
                 self._step_end.begin_generation(reason)
-            elif self.is_idle:
+                continue
+            self._recovery.begin()
+            if self.is_idle:
                 with Attempt(self._step_end):
                     self._step_end.apply_together()
             else:
-                self._recovery.begin()
                 attempt = Attempt(self._step_end)
                 yield attempt
                 if not attempt.was_entered:
@@ -406,7 +407,7 @@ class Session:
         self._is_closed = True
         if not isinstance(error, FencedError | StoreLostError):
             try:
-                self._membership.leave(f"{type(error).__name__}: {headline(error)}")
+                self._membership.leave(error)
             except dist.DistError as lost:
                 error.add_note(f"the store was not told: {lost}")
         self._recovery.abandon()

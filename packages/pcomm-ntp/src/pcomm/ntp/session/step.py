@@ -116,7 +116,7 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         # A program may keep this longer than the model and the gradients live.
         self._parameters, self._gradients = [], []
-        return self._end.follow(self.number, error)
+        return self._end.after_attempt(self.number, error)
 
     def _see_parameters(self) -> None:
         if not self._parameters:
@@ -214,8 +214,8 @@ class StepEnd:
         if recovery.sync is not None:
             recovery.sync.zero_grad()
 
-    def follow(self, number: int, error: BaseException | None) -> bool:
-        """Do what follows an attempt. Collective where the ranks begin another generation.
+    def after_attempt(self, number: int, error: BaseException | None) -> bool:
+        """Begin another generation if an attempt failed, or a rank asks for one. Then collective.
 
         Args:
             number: Number of its step.
@@ -258,7 +258,7 @@ def wait_until_all_ready(
 ) -> bool:
     """Tell that this rank is ready, and wait until all are. Collective over all ranks.
 
-    One all-reduce. When it ends on a rank, every rank has entered it with its gradients summed.
+    When its one all-reduce ends on a rank, every rank has entered it with its gradients summed.
     It may end on some ranks and fail on others; see `resume_point`.
 
     Args:

@@ -314,7 +314,11 @@ def _along_dp(made: NtpPlan) -> NtpPlan:
 
 
 def topology_along_dp(topology: Topology, speeds: object) -> Topology:
-    """The same ranks and tensor-parallel groups, each of these at another place of `dp`."""
+    """The same ranks for the last generation: each tensor-parallel group at a place of `dp`.
+
+    Raises:
+        UnsupportedError: As `_along_dp`.
+    """
     size = topology.axes["tp"]
     # What the groups along cp of a replica hold depends on the slow ranks of all of them.
     if topology.order[0] != "tp" or topology.axes.get("pp", 1) > 1 or speeds:

@@ -27,8 +27,8 @@ def deal_out(
 ) -> list[list[SyncedParam]]:
     """Parameters of each bucket, in the order in which buckets are started. Local.
 
-    Equal on all ranks of a stage: sizes are those of a shard at the full degree, and a bucket is
-    closed as soon as it has `bucket_bytes`. Gradients and sums of a bucket have one type.
+    They are equal on all ranks of a stage: sizes are those of a shard at the full degree. A bucket
+    is closed as soon as it has `bucket_bytes`. Gradients and sums of a bucket have one type.
 
     Args:
         params: Parameters in the order of the model.

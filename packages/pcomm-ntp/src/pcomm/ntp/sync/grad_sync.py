@@ -232,7 +232,7 @@ class GradSync:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`. Collective.
 
-        By the formula of `torch.nn.utils.clip_grad_norm_`, with the canonical norm.
+        It uses the formula of `torch.nn.utils.clip_grad_norm_`, with the canonical norm.
 
         Args:
             max_norm: Largest norm that is left as it is.
@@ -396,7 +396,7 @@ def _agreed_params(
     agree_in_group(everyone, "GradSync: model", [], error=error)
     sums = SumPlan(plan, rank, names, lambda ranks: groups[names[ranks]])
     # Each stage has parameters of its own.
-    stage = sums.open_group(sums.replicated)
+    stage = sums.open_group(sums.stage_ranks)
     agree_in_group(stage, "GradSync: parameters", [one.agreed for one in params])
     return params, sums
 

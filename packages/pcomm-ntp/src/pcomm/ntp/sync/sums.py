@@ -53,7 +53,7 @@ class IntervalSum:
             shape = param.parameter.shape
             if param.units is None:
                 whole = Slice(number, shape, adds=param.adds)
-                slices.setdefault(sums.replicated, []).append(whole)
+                slices.setdefault(sums.stage_ranks, []).append(whole)
                 continue
             for one in sums.segments(param.key):
                 own = slices.setdefault(one.ranks, [])
@@ -107,7 +107,7 @@ class GatherCoreSum:
         for i, param in enumerate(params):
             if param.units is None:
                 whole = Slice(i, param.parameter.shape, adds=param.adds)
-                slices.setdefault(sums.replicated, []).append(whole)
+                slices.setdefault(sums.stage_ranks, []).append(whole)
         self._reductions = sums.reductions(slices, params[0])
         self._regions: list[Tensor] = []
 
@@ -159,7 +159,7 @@ class SumPlan:
     Attributes:
         place: Place of this rank.
         tensor_groups: The tensor-parallel groups of this rank's stage.
-        replicated: All used ranks of this stage, ascending.
+        stage_ranks: All used ranks of this stage, ascending; they sum what is replicated.
         open_group: Function from a set of ranks to the open group.
     """
 
@@ -172,7 +172,7 @@ class SumPlan:
     ) -> None:
         self.plan, self.rank, self.place = plan, rank, plan.place(rank)
         self.tensor_groups = tensor_groups(plan, self.place.stage)
-        self.replicated = tuple(sorted(r for one in self.tensor_groups for r in one.ranks))
+        self.stage_ranks = tuple(sorted(r for one in self.tensor_groups for r in one.ranks))
         self.open_group = group
         self._places = {ranks: number for number, ranks in enumerate(names)}
         self._segments: dict[str, list[SegmentGroup]] = {}

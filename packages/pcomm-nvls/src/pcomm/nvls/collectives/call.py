@@ -269,7 +269,7 @@ def kernel_dim(x: Tensor, dim: int) -> int:
 
 
 def way_of(choice: Choice) -> str:
-    """How the kernels of a choice reach other ranks: "multicast" or "peers"."""
+    """`WAY` of kernels with a barrier; that of others is in `Workspace.lamport_arguments`."""
     return "multicast" if choice.algorithm == "multimem" else "peers"
 
 

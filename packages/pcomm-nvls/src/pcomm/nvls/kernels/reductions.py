@@ -1,6 +1,7 @@
-"""All-reduce of small tensors in one step and of larger ones in two, and reduce-scatter.
+"""All-reduce without a barrier, and for larger tensors in one step or in two, and reduce-scatter.
 
-The barrier-free ones store addends on the ranks that add them, which wait for the data.
+The barrier-free ones store addends on the ranks that add them, which wait for the data. In the
+others a block copies what the same block of each rank reads, and waits for these blocks alone.
 """
 
 from __future__ import annotations
@@ -256,8 +257,7 @@ def reduce_scatter_kernel(
 ) -> None:
     """Segments of `num_vectors` times 16 bytes, whose rows stand side by side in `x`.
 
-    A block copies the same vectors of every segment that it sums of its own segment, so it waits
-    for the same block of the other ranks alone. The slot has the order of `x`.
+    The slot has the order of `x`.
 
     Args:
         x: Address of this rank's tensor: the segments of all ranks.

@@ -75,7 +75,7 @@ class GroupInfo:
 
 
 class CollectiveRequest(NamedTuple):
-    """A call that an algorithm is chosen for, equal on all ranks. Also the key of cached choices.
+    """The question of a choice: a call, equal on all ranks. Also the key of cached choices.
 
     Attributes:
         operation: Name of an operation, one of `OPERATIONS`.

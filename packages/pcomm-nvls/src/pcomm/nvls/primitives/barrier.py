@@ -178,6 +178,6 @@ def wait_for_all_kernel(
     WORLD: tl.constexpr,
     WAY: tl.constexpr,
 ) -> None:
-    """See `barrier` for the arguments; one block."""
+    """Have one block wait until all ranks have come; see `barrier` for the arguments."""
     block = tl.program_id(0)
     barrier(buffers, multicast, epochs, failure, 0, limit_ns, rank, block, WORLD, WAY)

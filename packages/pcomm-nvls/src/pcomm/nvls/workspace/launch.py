@@ -267,6 +267,11 @@ def guard_of(*tensors: Tensor) -> Callable[..., bool]:
         return _never
 
 
+def _in_place(is_like: Callable[..., bool]) -> Callable[..., bool]:
+    """What is true of an input that is its own result, which no guard of two tensors takes."""
+    return lambda x, out: x is out and is_like(x)
+
+
 def _never(*tensors: Tensor) -> bool:
     return False
 
@@ -275,7 +280,7 @@ _MOST_CALLS = 1024
 
 
 class CachedCall(NamedTuple):
-    """A call that may come again.
+    """What `remember` is told of a call that may come again, and makes a `Repeat` of.
 
     Attributes:
         key: Operation, shape and dtype of the input, and the arguments that are no tensors.
@@ -309,7 +314,7 @@ class Variant(NamedTuple):
 
 @dataclass(slots=True)
 class Repeat:
-    """A call whose tensors were dense, aligned and outside of the workspace.
+    """What `again` knows of a call whose tensors were dense, aligned and outside of the workspace.
 
     Args:
         shape: Shape of the result.
@@ -336,7 +341,7 @@ class Repeat:
         """A call that was launched; its tensors are looked at."""
         _, x, out, place = call
         is_like = guard_of(x)
-        are_like = is_like if out is x else guard_of(x, out)
+        are_like = _in_place(is_like) if out is x else guard_of(x, out)
         return cls(out.shape, x.get_device(), x.nbytes, out.nbytes, place, is_like, are_like)
 
     def takes(self, x: Tensor, out: Tensor | None) -> bool:

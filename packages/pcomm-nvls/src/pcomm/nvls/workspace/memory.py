@@ -19,7 +19,7 @@ from pcomm.core.control.control import Control
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric_memory import SymmetricMemory
-from pcomm.nvls._capability import MULTICAST, NOTHING, PEERS, Capability, reasons_by_rank
+from pcomm.nvls._capability import DIST, MULTICAST, PEERS, Capability, reasons_by_rank
 from pcomm.nvls.policy.table import MAX_BLOCKS
 from pcomm.nvls.primitives.lamport_numbers import LAMPORT_SLOTS, NOTHING_HERE
 
@@ -47,19 +47,19 @@ _LONGEST_WAIT_S = 1e9
 
 @dataclass(frozen=True)
 class Regions:
-    """Byte offsets in the buffer of each rank: signals, slots, then the low-latency region.
+    """Byte offsets in the buffer of each rank: signals, slots, then the Lamport region.
 
     Args:
         world_size: Number of ranks.
         slot_bytes: Size of the largest tensor that an operation works on, in bytes.
         num_slots: Number of slots.
-        low_latency_bytes: Size of the region of the barrier-free operations, in bytes.
+        lamport_region_bytes: Size of the region of the barrier-free operations, in bytes.
     """
 
     world_size: int
     slot_bytes: int
     num_slots: int
-    low_latency_bytes: int = 0
+    lamport_region_bytes: int = 0
 
     @property
     def signal_bytes(self) -> int:
@@ -71,28 +71,28 @@ class Regions:
         return self.signal_bytes + place * _whole_pages(self.slot_bytes)
 
     @property
-    def low_latency(self) -> int:
-        """Offset of the low-latency region."""
+    def lamport_region(self) -> int:
+        """Offset of the Lamport region."""
         return self.slot(self.num_slots)
 
     @property
     def num_bytes(self) -> int:
         """Size of the buffer."""
-        return self.low_latency + _whole_pages(self.low_latency_bytes)
+        return self.lamport_region + _whole_pages(self.lamport_region_bytes)
 
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
 
-def lamport_slot_bytes(world_size: int, max_bytes: int) -> int:
-    """Size of a slot, in bytes: a segment of `max_bytes`, cut to whole vectors, for each rank."""
-    return world_size * (max_bytes // 16 * 16)
+def lamport_slot_bytes(world_size: int, lamport_bytes: int) -> int:
+    """Size of a slot, in bytes: `lamport_bytes` in whole vectors from each rank."""
+    return world_size * (lamport_bytes // 16 * 16)
 
 
-def lamport_region_bytes(world_size: int, max_bytes: int) -> int:
-    """Size of the memory that each rank needs, in bytes."""
-    return LAMPORT_SLOTS * lamport_slot_bytes(world_size, max_bytes)
+def lamport_region_bytes(world_size: int, lamport_bytes: int) -> int:
+    """Size of all slots, in bytes."""
+    return LAMPORT_SLOTS * lamport_slot_bytes(world_size, lamport_bytes)
 
 
 class LamportState:
@@ -104,7 +104,7 @@ class LamportState:
     Args:
         offset: Byte offset of the slots in the buffer: a multiple of 16.
         world_size: Number of ranks.
-        max_bytes: Room for what one rank sends to another, in bytes.
+        lamport_bytes: Room for what one rank sends to another, in bytes.
         device: Device of the buffer.
 
     Attributes:
@@ -113,11 +113,11 @@ class LamportState:
     """
 
     def __init__(
-        self, offset: int, world_size: int, max_bytes: int, *, device: torch.device
+        self, offset: int, world_size: int, lamport_bytes: int, *, device: torch.device
     ) -> None:
         self.offset = offset
-        self.slot_bytes = lamport_slot_bytes(world_size, max_bytes)
-        self.num_bytes = lamport_region_bytes(world_size, max_bytes)
+        self.slot_bytes = lamport_slot_bytes(world_size, lamport_bytes)
+        self.num_bytes = lamport_region_bytes(world_size, lamport_bytes)
         self.words = torch.zeros(3, dtype=torch.int32, device=device)
 
     def clear(self, buffer: Tensor) -> None:
@@ -184,7 +184,7 @@ def open_memory(
         memory = SymmetricMemory.open(group, regions.num_bytes, device=device, control=control)
     except Exception as problem:  # any: each rank has one, and the others go on, too
         return None, capability.without_memory(_reason(problem))
-    level, reason, mine = NOTHING, "", None
+    level, reason, mine = DIST, "", None
     try:
         mine = _prepare(memory, group, regions, lamport_bytes)
         level, reason = _level(memory)
@@ -194,7 +194,7 @@ def open_memory(
     found = vote(group, "nvls: memory", level, reason, control=control)
     below = [i for i, value in enumerate(found.values) if value < MULTICAST]
     reasons = reasons_by_rank([group.ranks[i] for i in below], [found.reasons[i] for i in below])
-    if found.minimum == NOTHING:
+    if found.minimum == DIST:
         memory.close()
         return None, capability.without_memory(reasons)
     if found.minimum == PEERS and capability.multicast:
@@ -214,7 +214,7 @@ def _reason(problem: Exception) -> str:
 def _prepare(
     memory: SymmetricMemory, group: Group, regions: Regions, lamport_bytes: int
 ) -> WorkspaceMemory:
-    offset = regions.low_latency
+    offset = regions.lamport_region
     lamport = LamportState(offset, group.size, lamport_bytes, device=memory.device)
     lamport.clear(memory.buffer())
     memory.buffer()[: regions.signal_bytes].zero_()

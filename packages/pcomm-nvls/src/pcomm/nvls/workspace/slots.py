@@ -83,7 +83,7 @@ class SlotRing:
         return SlotLease(slot, waits, generation)
 
     def step(self, *, is_captured: bool) -> tuple[int, bool]:
-        """As `next`: the slot, and whether all ranks have to meet before the operation writes."""
+        """Take the turn that `next` gives: its slot, and whether it needs an entry barrier."""
         self._was_captured |= is_captured
         # A graph may be replayed before anything else, and after any operation.
         may_repeat = self._was_captured and not self._follows
@@ -194,18 +194,18 @@ class NoStream:
     """A CPU: everything happens at once, and no graph records it."""
 
     def current(self) -> int:
-        """0."""
+        """The handle 0, of the only stream."""
         return 0
 
     def is_captured(self) -> bool:
-        """False."""
+        """False, since no graph records a CPU."""
         return False
 
     def wait_for(self, handle: int) -> None:
-        """Does nothing."""
+        """Does nothing, since all has happened."""
 
     def is_current_device(self) -> bool:
-        """True."""
+        """True, since there is one CPU."""
         return True
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -334,6 +334,7 @@ class Turns:
     def release(self, slot: int) -> None:
         """Have the slot handed out as if it had not been: what lies there has been used."""
         if self._prepared is not None and self._prepared.slot == slot:
+            # An equal turn in another object: `Workspace.empty` compares turns by `is`.
             self._prepared = self._prepared._replace()
 
     def withdraw(self) -> None:

@@ -464,7 +464,7 @@ class Workspace:
         if self.memory is None:
             return None
         offset = x.data_ptr() - self.memory.buffer_ptrs[self.group.rank]
-        if not self.regions.slot(0) <= offset < self.regions.low_latency:
+        if not self.regions.slot(0) <= offset < self.regions.lamport_region:
             return None
         slots = range(self.turns.rotation.num_slots)
         return next(i for i in slots if offset < self.regions.slot(i + 1))
