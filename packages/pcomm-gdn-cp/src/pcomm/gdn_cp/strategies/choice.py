@@ -158,10 +158,9 @@ def choose_strategy(
     if strategy == "auto":
         return _cheapest(spec, tokens, sizes, link)
     if strategy == "state" and spec.state is None:
-        divides = spec.output.num_heads % tokens.size == 0
-        return StrategyChoice(
-            "heads" if divides else "gather", "asked for 'state', and it has none"
-        )
+        if spec.output.num_heads % tokens.size:
+            return StrategyChoice("gather", "it keeps no state, and ranks do not divide its heads")
+        return StrategyChoice("heads", "it keeps no state")
     return StrategyChoice(strategy, "asked for")
 
 
