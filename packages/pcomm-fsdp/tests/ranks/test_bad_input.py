@@ -34,6 +34,7 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles, Scope
+from pcomm.fsdp.sharded import Sharded
 
 
 class Faulty(SmallModel):
@@ -129,6 +130,36 @@ def test_what_is_refused_before_anything_is_sent(rank: int) -> None:
 def test_settings_that_cannot_be(kind: Callable[..., object], options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         kind(**options)
+
+
+CLIPS: dict[str, Callable[[SmallModel, Sharded], object]] = {
+    "clip_grad_norm, which every": lambda _, sharded: sharded.clip_grad_norm(1.0),
+    "grad_norm, which every": lambda _, sharded: sharded.grad_norm(),
+    "sum_of_squares, which every": lambda _, sharded: sharded.sum_of_squares(),
+    "clip_grad_norm_ or get_total_norm, which every": lambda model, _: nn.utils.clip_grad_norm_(
+        model.parameters(), 1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("words", CLIPS)
+@ranks(2)
+def test_one_rank_alone_takes_a_norm(rank: int, words: str, goes_on: bool) -> None:
+    """The other one goes on with its step, or is done: the error names what it should call."""
+    limit = CommOptions(timeout_s=2.0)
+    specs = [GroupSpec("dp", role=role, options=limit) for role in ("gather", "reduce")]
+    with open_groups(Topology({"dp": 2}), specs) as groups:
+        model = SmallModel()
+        sharded = shard(model, groups)
+        for _ in range(2):
+            step_on_tokens(model, sharded)
+        if rank == 1:
+            with pytest.raises(PeerError, match=f"fsdp: {words} rank has to call"):
+                CLIPS[words](model, sharded)
+        elif goes_on:
+            with pytest.raises(PeerError):
+                step_on_tokens(model, sharded)
 
 
 @ranks(2)

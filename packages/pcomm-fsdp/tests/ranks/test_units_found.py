@@ -16,6 +16,9 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.plan.unit_choice import choose_units
 
+# What torch.compile starts.
+LEFT = "tqdm's monitor, which torch.compile starts, lives as long as the process"
+
 # One for each way to be different; the long form tries all.
 SOME = (
     "LlamaForCausalLM",
@@ -39,6 +42,18 @@ def test_works_with_a_class_of_transformers_as_one_process(rank: int, name: str)
     found = compare_foreign(name, rank)
     if rank == 0:
         check_outcome("pcomm-fsdp", name, found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in SOME else pytest.mark.soak) for n in foreign_classes()],
+)
+@ranks(2, leaves=LEFT)
+def test_compiled_blocks_train_as_in_one_process(rank: int, name: str) -> None:
+    torch._dynamo.reset()
+    found = compare_foreign(name, rank, compiles="eager")
+    torch._dynamo.reset()
+    assert found in ("", "equal") or (name not in SOME and "differs" not in found), found
 
 
 class Basic(nn.Module):
@@ -79,6 +94,27 @@ class Named(SmallModel):
     _no_split_modules = ("Block", "Embedding", "NoneOfThese")
 
 
+class Embeddings(nn.Module):
+    """It is a unit of its own, with an embedding that others call by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.words = nn.LayerNorm(2), nn.Embedding(4, 2)
+
+
+class HandsOut(Stages):
+    """It puts images among tokens, so it calls the input embedding."""
+
+    _no_split_modules = ("Basic", "Embeddings")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = Embeddings()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.words
+
+
 def test_units_are_what_a_model_names_or_repeats() -> None:
     for model, expected, words in (
         (
@@ -89,6 +125,11 @@ def test_units_are_what_a_model_names_or_repeats() -> None:
         (Named(is_tied=True), "blocks.0,blocks.1,blocks.2,blocks.3", "4 Block, by its _no_split"),
         (SmallModel(), "blocks.0,blocks.1,blocks.2,blocks.3", "4 Block, by what its lists"),
         (Stages(), "stages.0.0,stages.0.1,stages.1.0,stages.1.1", "4 Basic, by what its lists"),
+        (
+            HandsOut(),
+            "stages.0.0,stages.0.1,stages.1.0,stages.1.1,middle,embeddings.words",
+            "5 Basic, 1 Embedding, by its _no_split",
+        ),
         (Single(), "down,middle,up", "3 Basic, by its most frequent block"),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "0,2", "2 Linear"),
         (nn.Linear(2, 2), "", "none, since nothing in the model is repeated"),

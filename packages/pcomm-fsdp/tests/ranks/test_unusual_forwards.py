@@ -127,6 +127,12 @@ def some_outputs(model: Model, x_BD: Tensor) -> Tensor:
     return z_BD
 
 
+def passed_in_vain(model: Model, x_BD: Tensor) -> Tensor:
+    """What one unit computes goes into another, which makes nothing of it."""
+    one, two = model.units
+    return two(x_BD @ model.table, one(x_BD))
+
+
 def dataclasses_out(model: Model, x_BD: Tensor) -> Tensor:
     one, two = model.units
     first = one(x_BD @ model.table)
@@ -189,6 +195,10 @@ def both(unit: Unit, x_BD: Tensor) -> tuple[Tensor, Tensor]:
 
 def outcome(unit: Unit, x_BD: Tensor) -> Outcome:
     return Outcome(x_BD @ unit.weight, unit.bias.square().sum())
+
+
+def ignoring(unit: Unit, x_BD: Tensor, _: Tensor) -> Tensor:
+    return plain(unit, x_BD)
 
 
 def with_loan(unit: Unit, x_BD: Tensor, table: Tensor) -> Tensor:
@@ -254,6 +264,7 @@ GRAPHS: dict[str, Callable[[], Model]] = {
     "frozen parts": lambda: Model(in_a_row, Frozen(), Unit(), Frozen()),
     "called often": lambda: Model(often, Unit(), Unit()),
     "some outputs": lambda: Model(some_outputs, Unit(both), Unit(both)),
+    "an input in vain": lambda: Model(passed_in_vain, Unit(views), Unit(ignoring)),
     "dataclasses": lambda: Model(dataclasses_out, Unit(outcome), Unit(outcome)),
     "objects": lambda: Model(objects_out, Unit(held), Unit(held)),
     "weights lent to units": lambda: Model(lent, Unit(with_loan), Unit(with_loan)),

@@ -132,9 +132,7 @@ def fully_shard(
     shards = [one.shard if isinstance(one, ParamGroup) else one for one in built]
     materialise(model, shards, target, initialise)
     running = _running(found, built, precision)
-    runtime = FsdpRuntime(running, shards, comm, peers, pool)
-    # The groups wait with it, and the runtime is made of the groups.
-    wait.failure_or_departure = runtime.failure_or_departure
+    runtime = FsdpRuntime(running, shards, comm, peers, pool, wait)
     if any(unit.groups for unit in running):
         install_hooks(runtime, running[0], running[1:], entry_points)
     _close_with(groups, runtime)

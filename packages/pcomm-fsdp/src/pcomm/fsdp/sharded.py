@@ -69,7 +69,7 @@ class Sharded:
         self.separations = tuple(separations)
         self._runtime, self._names = runtime, dict(names)
         self._memory, self._choice = memory, choice
-        self._guards = Guards(model, runtime.shards)
+        self._guards = Guards(model, runtime.shards, runtime.complete)
 
     @property
     def _shards(self) -> tuple[ParamShard | LocalParams, ...]:
@@ -175,7 +175,13 @@ class Sharded:
 
         Args:
             selects: Returns True for the name of a parameter to count.
+
+        Raises:
+            PeerError: Another rank does not call it within the time limit of the group.
         """
+        return self._sum_of_squares("sum_of_squares", selects)
+
+    def _sum_of_squares(self, asked: str, selects: Callable[[str], bool] = _every) -> Tensor:
         shards = self._shards
         device = shards[0].parameters[0].device if shards else torch.device("cpu")
         terms: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
@@ -197,13 +203,14 @@ class Sharded:
         for key, mine in terms.items():
             found = torch.stack(mine).sum() if mine else torch.zeros_like(total)
             for one in over[key]:
-                found = one.collectives.all_reduce(found)
+                pending = one.collectives.all_reduce_async(found)
+                found = self._runtime.complete(pending, f"{asked}, which every rank has to call")
             total += found
         return total
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients of the whole model, in fp64. Collective; see above."""
-        return self.sum_of_squares().sqrt()
+        return self._sum_of_squares("grad_norm").sqrt()
 
     def clip_grad_norm(self, max_norm: float, *, norm: Tensor | None = None) -> Tensor:
         """Scale gradients so that their norm is at most `max_norm`. Collective over all groups.
@@ -217,6 +224,7 @@ class Sharded:
 
         Raises:
             ConfigError: The limit is negative, or no number; before anything is sent.
+            PeerError: Another rank does not call it within the time limit of the group.
         """
         if not max_norm >= 0:
             raise ConfigError(
@@ -225,7 +233,7 @@ class Sharded:
                 why="Gradients are multiplied by the limit over their norm.",
                 fix="Pass a number >= 0; float('inf') leaves gradients as they are.",
             )
-        norm = self.grad_norm() if norm is None else norm
+        norm = self._sum_of_squares("clip_grad_norm").sqrt() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for shard in self._shards:
             gradients = [p.grad.as_subclass(Tensor) for p in shard.parameters if p.grad is not None]

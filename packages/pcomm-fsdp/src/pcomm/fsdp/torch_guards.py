@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pcomm.core.collectives.protocol import Pending
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel.optimizers import first_mixed, known_mixed
@@ -75,15 +76,21 @@ class Guards:
         model: The sharded model.
         shards: The shards of all parameter groups. Without one that several ranks share, nothing
             is guarded.
+        complete: Waits for a collective of gradients, with a name for it in errors.
 
     Attributes:
         allows_shards: True within `allowed`.
     """
 
-    def __init__(self, model: nn.Module, shards: Sequence[ParamShard | LocalParams]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shards: Sequence[ParamShard | LocalParams],
+        complete: Callable[[Pending, str], Tensor],
+    ) -> None:
         self.allows_shards = False
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        _mark_gradients(shards)
+        _mark_gradients(shards, complete)
         cut = [shard for shard in shards if shard.plan.gather.size > 1]
         if not cut:
             return
@@ -164,7 +171,9 @@ class Guards:
         self._seen[optimizer] = len(parameters)
 
 
-def _mark_gradients(shards: Sequence[ParamShard | LocalParams]) -> None:
+def _mark_gradients(
+    shards: Sequence[ParamShard | LocalParams], complete: Callable[[Pending, str], Tensor]
+) -> None:
     """Tell gradients which groups hold their other shards."""
     distinct: dict[tuple[int, ...], Group] = {}
     for shard in shards:
@@ -180,6 +189,7 @@ def _mark_gradients(shards: Sequence[ParamShard | LocalParams]) -> None:
             [one for one in over if one is not None],
             model_groups,
             frozenset(i for i in range(len(shard.plan.names)) if layout.is_entire(i)),
+            complete,
         )
         if isinstance(shard, ParamShard):
             shard.origin = origin

@@ -15,7 +15,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def choose_units(model: nn.Module) -> tuple[list[nn.Module], str]:
     """Units for a model whose caller names none. Local.
 
-    Models of transformers name the classes that stay together, in `_no_split_modules`. In others
+    Models of transformers name the classes that stay together, in `_no_split_modules`. In the place
+    of one with the input embedding inside is that embedding, which models around it call. In others
     they are the modules that a `ModuleList` or a `Sequential` repeats, or else the class with
     several layers of its own of which the model has most. A class of which an instance shares a
     parameter with something outside of it is left to what is around it, such as embeddings that are
@@ -29,8 +30,16 @@ def choose_units(model: nn.Module) -> tuple[list[nn.Module], str]:
     """
     owners = _owners(model)
     named = _named(model)
+    inputs = set(_input_embeddings(model))
     for why, found in (
-        ("its _no_split_modules", [m for m in model.modules() if type(m).__name__ in named]),
+        (
+            "its _no_split_modules",
+            [
+                next((one for one in m.modules() if one in inputs), m)
+                for m in model.modules()
+                if type(m).__name__ in named
+            ],
+        ),
         ("what its lists of modules repeat", list(_listed(model))),
         ("its most frequent block", _most_frequent(model)),
     ):
@@ -47,6 +56,17 @@ def _named(model: nn.Module) -> set[str]:
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
     return names
+
+
+def _input_embeddings(model: nn.Module) -> Iterator[nn.Embedding]:
+    """What models of transformers hand out to those that put images or sounds among tokens."""
+    for module in model.modules():
+        try:
+            found = module.get_input_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            continue
+        if isinstance(found, nn.Embedding):
+            yield found
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pcomm.core.collectives.protocol import Pending
 from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerError, UnsupportedError
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.param_group import BufferPool, ParamGroup
-from pcomm.fsdp.runtime.peers import Peers, ScheduleAgreement
+from pcomm.fsdp.runtime.peers import FailureAwareWait, Peers, ScheduleAgreement
 from pcomm.fsdp.runtime.schedule import Operation, Phase, Schedule, UnitEvent, UnreducedGrads
 from pcomm.fsdp.runtime.schedule_executor import ScheduleExecutor
 from pcomm.fsdp.runtime.shards import LocalParams, ParamShard
@@ -44,6 +45,7 @@ class FsdpRuntime:
         policy: Depths of gathers ahead and of reduces in flight.
         peers: The ranks that take part.
         pool: Gradient buffers, freed at the end of a step.
+        wait: The waits of the groups, which from now on see failures of other ranks.
 
     Attributes:
         units: The units by name.
@@ -65,6 +67,7 @@ class FsdpRuntime:
         policy: CommPolicy,
         peers: Peers,
         pool: BufferPool,
+        wait: FailureAwareWait,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.is_last = True
@@ -74,7 +77,9 @@ class FsdpRuntime:
         self.num_backwards = 0
         self.issued: Counter[str] = Counter()
         self.unit_clock: UnitClock | None = None
-        self._peers, self._pool = peers, pool
+        self._peers, self._pool, self._wait = peers, pool, wait
+        # The groups wait with it, and this is made of the groups.
+        wait.failure_or_departure = self.failure_or_departure
         self._shards = tuple(shards)
         self.groups = {group.plan.name: group for unit in units for group in unit.groups}
         plans = [group.plan for group in self.groups.values()]
@@ -226,6 +231,22 @@ class FsdpRuntime:
     def tell_failure(self, reason: str) -> None:
         """Have ranks that wait for this one stop with an error that says why. Local."""
         self._peers.tell_failure(reason, round_number=self._round_number)
+
+    def complete(self, pending: Pending, what: str) -> Tensor:
+        """The result of a collective between micro-batches, which ranks begin by a call. Local.
+
+        Args:
+            pending: The collective.
+            what: What every rank has to call, for the errors of this rank and of the others.
+
+        Raises:
+            PeerError: Another rank failed, or did not call it within the group's time limit.
+        """
+        try:
+            return self._wait(pending, what)
+        except PcommError as problem:
+            self.tell_failure(str(problem))
+            raise
 
     def failure_or_departure(self) -> str | None:
         """Message of a rank that has failed since all ranks last went on together. Local.

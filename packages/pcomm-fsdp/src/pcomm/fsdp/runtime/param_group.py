@@ -311,7 +311,9 @@ class GradientReduction:
         """Move the gradient that autograd has left on a parameter into the buffer."""
         parameter = self._unsharded[index]
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:
+            # Of what went into a unit that does not use it, autograd has no gradient.
+            return
         if self._is_reduced:
             raise ConfigError(
                 f"backward: a gradient of {self._plan.names[index]}",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.group import Group
 
@@ -31,17 +32,23 @@ class ShardGroups:
             of the parameter group.
         model_groups: All groups of the model, in the same order on all ranks.
         entire: Indices of the parameters that one rank holds entirely.
+        complete: Waits for a collective, with a name for it in errors; a method of what refers to
+            this, and so held weakly.
 
     Attributes:
         over: The groups of several ranks among them.
     """
 
     def __init__(
-        self, over: Sequence[Group], model_groups: Sequence[Group], entire: frozenset[int]
+        self,
+        over: Sequence[Group],
+        model_groups: Sequence[Group],
+        entire: frozenset[int],
+        complete: Callable[[Pending, str], Tensor],
     ) -> None:
         self.over = tuple(one for one in over if one.size > 1)
         self._model_groups = tuple(one for one in model_groups if one.size > 1)
-        self._entire = entire
+        self._entire, self._complete = entire, weakref.WeakMethod(complete)
 
     @property
     def has_peers(self) -> bool:
@@ -59,7 +66,20 @@ class ShardGroups:
         """
         for _ in range(2 if len(self._model_groups) > 1 else 1):
             for group in self._model_groups:
-                group.collectives.all_reduce(flag, op="max", out=flag)
+                pending = group.collectives.all_reduce_async(flag, op="max", out=flag)
+                self._end(pending, "unscale_ of a GradScaler, which every rank has to call")
+
+    def combine(self, value: Tensor, op: Reduction) -> Tensor:
+        """The sum or maximum of a part of a norm over `over`. Collective."""
+        for group in self.over:
+            pending = group.collectives.all_reduce_async(value, op=op)
+            what = "clip_grad_norm_ or get_total_norm, which every rank has to call"
+            value = self._end(pending, what)
+        return value
+
+    def _end(self, pending: Pending, what: str) -> Tensor:
+        complete = self._complete()
+        return pending.wait() if complete is None else complete(pending, what)
 
 
 Origin = weakref.ReferenceType[ShardGroups]
@@ -416,17 +436,17 @@ def _total(
     powers = powers if math.isinf(order) else powers.pow(order)
     together: Callable[[Tensor], Tensor] = torch.amax if math.isinf(order) else torch.sum
     terms: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    over: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
+    owners: dict[tuple[tuple[int, ...], ...], ShardGroups | None] = {}
     for place, origin in enumerate(norms.origins):
-        groups = () if origin is None else alive(origin).over
-        key = tuple(group.ranks for group in groups)
+        owner = None if origin is None else alive(origin)
+        key = () if owner is None else tuple(group.ranks for group in owner.over)
         terms.setdefault(key, []).append(place)
-        over[key] = groups
+        owners[key] = owner
     sums = []
     for key, places in terms.items():
-        total = together(powers[places])
-        for group in over[key]:
-            total = group.collectives.all_reduce(total, op="max" if math.isinf(order) else "sum")
+        total, owner = together(powers[places]), owners[key]
+        if owner is not None:
+            total = owner.combine(total, "max" if math.isinf(order) else "sum")
         sums.append(total)
     whole = together(torch.stack(sums))
     whole = whole if math.isinf(order) else whole.pow(1 / order)
