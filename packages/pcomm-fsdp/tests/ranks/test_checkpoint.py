@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from fsdp_support.trainings import SmallModel, open_two, shard, tokens, train_and_save
 from pcomm.core.errors import ConfigError, DivergenceError
 from pcomm.core.groups.open_groups import Groups
-from pcomm.core.testing.on_ranks import RankPool, ranks
+from pcomm.core.testing.on_ranks import RankPool, default_group, ranks
 from pcomm.fsdp.checkpoint import (
     load_checkpoint,
     model_shard_views,
@@ -400,8 +400,10 @@ def test_state_is_that_of_the_unsharded_model(rank: int, tmp_path: Path) -> None
             assert sorted(shapes) == sorted(expected)
             folder = tmp_path / change.__name__
             save_checkpoint(folder, views, groups["dp", "gather"])
-            load_checkpoint(folder, model_shard_views(again), groups["dp", "gather"], sharded=again)
-            same(again.full_state_dict(), plain.state_dict())
+            for group in (groups["dp", "gather"], default_group(), init_device_mesh("cpu", (2,))):
+                again.load_full_state_dict(other.state_dict())
+                load_checkpoint(folder, model_shard_views(again), group, sharded=again)
+                same(again.full_state_dict(), plain.state_dict())
 
 
 @ranks(2)

@@ -128,11 +128,11 @@ def test_undone_it_is_what_it_was(rank: int) -> None:
 
 
 @ranks(2)
-def test_a_process_group_will_do(rank: int) -> None:
+def test_process_groups_and_meshes_will_do(rank: int) -> None:
     expected = trained(sharded_by_torch(model_of(torch.float32), 2), rank)
     model = sharded_by_torch(model_of(torch.float32), 2)
     group = dist.new_group([0, 1])
-    found = separate_communicators(model, reduce=group)
+    found = separate_communicators(model, gather=init_device_mesh("cpu", (2,)), reduce=group)
     for one, other in zip(trained(model, rank), expected, strict=True):
         assert torch.equal(one, other)
     found.undo()
@@ -159,6 +159,8 @@ def test_what_is_refused(rank: int) -> None:
             (plain, {"gather": gather}, ConfigError, "no module that FSDP2 has sharded"),
             (sharded.model, {"gather": gather}, ConfigError, "no module that FSDP2 has sharded"),
             (model, {}, ConfigError, "neither gather= nor reduce="),
+            (model, {"reduce": "dp"}, ConfigError, "separate_communicators: reduce: 'dp'"),
+            (model, {"gather": _both()}, ConfigError, "a mesh of 2 dimensions"),
             (model, {"reduce": groups["one"]}, TopologyError, r"module '\(root\)', reduce=one"),
             (mixed, {"gather": gather}, TopologyError, "module 'norm'"),
         ):
@@ -174,6 +176,10 @@ def test_what_is_refused(rank: int) -> None:
             several.set_custom_all_gather(comms(model)[0])
 
 
+def _both() -> torch.distributed.device_mesh.DeviceMesh:
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+
+
 def _alone() -> torch.distributed.device_mesh.DeviceMesh:
     """A mesh of this rank, as a part of one over all."""
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    return _both()["b"]

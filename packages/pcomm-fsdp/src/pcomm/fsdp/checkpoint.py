@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pcomm.core.checkpoint.dcp import SafeReader, ShardLoadPlanner, ShardSavePlanner
@@ -24,6 +26,7 @@ from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel.split import ParamLayout
 from pcomm.fsdp.full_state import ExtraState, unwrapped
+from pcomm.fsdp.settings import group_from
 from pcomm.fsdp.sharded import Sharded
 
 __all__ = [
@@ -140,7 +143,9 @@ def optimizer_shard_views(
 
 
 def save_checkpoint(
-    folder: str | os.PathLike[str], views: Mapping[str, ShardView], group: Group
+    folder: str | os.PathLike[str],
+    views: Mapping[str, ShardView],
+    group: Group | dist.ProcessGroup | DeviceMesh,
 ) -> None:
     """Write shard views as a torch.distributed.checkpoint folder. Collective over `group`.
 
@@ -149,12 +154,13 @@ def save_checkpoint(
         views: This rank's tensors by name; a chunk that several ranks hold is written once.
             Buffers, and parameters that are not sharded, are taken from the first rank of `group`
             that has them.
-        group: All ranks that hold a shard.
+        group: All ranks that hold a shard; of a mesh, its one dimension.
 
     Raises:
-        ConfigError: On every rank, if a value is of a kind that cannot be saved.
+        ConfigError: On every rank, if a value is of a kind that cannot be saved; no group.
         DivergenceError: On every rank, if a value that should be the same on all ranks is not.
     """
+    group = group_from("save_checkpoint", group)
     with _dcp_errors(folder), warnings.catch_warnings():
         # One process saves without torch.distributed, which torch warns about each time.
         warnings.simplefilter("ignore", UserWarning)
@@ -170,7 +176,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike[str],
     views: Mapping[str, ShardView],
-    group: Group,
+    group: Group | dist.ProcessGroup | DeviceMesh,
     *,
     sharded: Sharded | None = None,
 ) -> None:
@@ -181,14 +187,14 @@ def load_checkpoint(
     Args:
         folder: Folder that `save_checkpoint` has written.
         views: This rank's tensors by name; the checkpoint may hold more.
-        group: All ranks.
+        group: All ranks; of a mesh, its one dimension.
         sharded: The model of the views, which then gathers anew; None if no model is sharded.
 
     Raises:
         ConfigError: On every rank, if a tensor is missing, has another logical shape, or a
             file is damaged or names more than a checkpoint holds.
     """
-    planner = ShardLoadPlanner()
+    group, planner = group_from("load_checkpoint", group), ShardLoadPlanner()
     with _dcp_errors(folder), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(

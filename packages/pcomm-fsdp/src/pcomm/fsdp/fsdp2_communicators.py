@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.protocol import Pending
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.core.groups.group import Group
+from pcomm.fsdp.settings import group_from
 
 __all__ = ["Fsdp2Communicators", "separate_communicators"]
 
@@ -28,8 +30,8 @@ __all__ = ["Fsdp2Communicators", "separate_communicators"]
 def separate_communicators(
     model: nn.Module,
     *,
-    gather: Group | dist.ProcessGroup | None = None,
-    reduce: Group | dist.ProcessGroup | None = None,
+    gather: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    reduce: Group | dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Fsdp2Communicators:
     """Have a model of torch's FSDP2 gather and reduce in groups of their own. Local.
 
@@ -42,7 +44,7 @@ def separate_communicators(
     Args:
         model: A model, or a part of one, that `torch.distributed.fsdp.fully_shard` has sharded.
         gather: Group for gathers of parameters, over the ranks that shard them, in their order;
-            None leaves the mesh's.
+            None leaves the mesh's. A Group, torch's ProcessGroup or a mesh of one dimension.
         reduce: Group for reduce-scatters of gradients, over the same ranks; None leaves the mesh's.
             Sums over the replicas of HSDP stay in the mesh's.
 
@@ -57,7 +59,7 @@ def separate_communicators(
             groups of parameters; or a device that a group's backend does not know.
     """
     own = {
-        name: Group.from_process_group(name, one) if isinstance(one, dist.ProcessGroup) else one
+        name: group_from(f"separate_communicators: {name}", one)
         for name, one in (("gather", gather), ("reduce", reduce))
         if one is not None
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -102,6 +103,28 @@ def roles_from(given: Roles | DeviceMesh) -> Roles:
         Group.from_process_group(name, given.get_group(number)) for number, name in enumerate(names)
     )
     return Roles(inner, inner, *outer)
+
+
+def group_from(asked: str, given: Group | dist.ProcessGroup | DeviceMesh) -> Group:
+    """A group as it is, or that of torch's group or of a mesh of one dimension. Local.
+
+    Raises:
+        ConfigError: Something else, or a mesh of several dimensions.
+    """
+    if isinstance(given, Group):
+        return given
+    if isinstance(given, dist.ProcessGroup):
+        return Group.from_process_group(asked, given)
+    if isinstance(given, DeviceMesh) and given.ndim == 1:
+        return Group.from_process_group(asked, given.get_group())
+    is_mesh = isinstance(given, DeviceMesh)
+    raise ConfigError(
+        f"{asked}: {given!r:.80}",
+        found=f"a mesh of {given.ndim} dimensions" if is_mesh else f"a {type(given).__name__}",
+        why="It is done by the ranks of one group.",
+        fix="Pass a Group, a ProcessGroup such as dist.group.WORLD, or a DeviceMesh of one "
+        "dimension, such as mesh['dp'].",
+    )
 
 
 Keep = Literal["use", "backward", "step", "always"]
