@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -15,11 +16,12 @@ from gdn_cp_support.foreign_models import (
     compare,
     compare_with_alone,
     model_of,
+    own_rows,
     packed,
     rounding_errors,
 )
 from gdn_cp_support.planned_mixers import world
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.gdn_cp import context_parallel
@@ -140,3 +142,23 @@ def test_layers_that_are_computed_again_after_their_batch_are_refused(rank: int)
         with pytest.raises(ConfigError, match="after their batch has ended"):
             kept.loss.backward()
         assert not model._forward_hooks
+
+
+@ranks(2)
+def test_positions_of_packed_sequences_without_their_offsets_are_refused(rank: int) -> None:
+    """As transformers' collator makes them, whose jumps its masks look at."""
+    tokens, _, offsets = packed(LENGTHS)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    model = model_of("llama")
+    over_ranks = context_parallel(model, cp())
+    wanted = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    for given in (tokens, tokens[0]):
+        with (
+            pytest.raises(LayoutError, match="0 at token 19, behind 18"),
+            over_ranks.batch(given, position_ids=positions.reshape(given.shape)),
+        ):
+            pass
+    with over_ranks.batch(tokens, position_ids=positions, cu_seqlens=offsets) as local:
+        logits = model(**local).logits
+    found, own = own_rows(over_ranks, logits[0], wanted[0], offsets)
+    torch.testing.assert_close(found, own, rtol=BOUND, atol=BOUND)

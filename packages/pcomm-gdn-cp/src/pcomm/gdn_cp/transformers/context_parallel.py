@@ -150,7 +150,8 @@ class ContextParallel:
                 several parts; by default those of this batch.
             verify: True for the ranks to compare their plans first, as in `make_plan`.
             by_token: Other arguments of the model with an entry for each token along their second
-                dimension, or their first for `[T]`; padded with zeros.
+                dimension, or their first for `[T]`; padded with zeros. In one row, position ids of
+                a sequence follow each other: for transformers a jump begins another sequence.
 
         Yields:
             The arguments of the model: `[1, t]` each, with `position_ids`, and labels shifted.
@@ -181,6 +182,8 @@ class ContextParallel:
             name: _one_row(name, x, offsets[-1], is_row=is_row and name != "labels")
             for name, x in tensors.items()
         }
+        if "position_ids" in flat and (is_row or len(input_ids) == 1):
+            _check_steps(flat["position_ids"], offsets)
         plans = self._make_plans(padded, self._specs(), verify=verify)
         own = source[plans[0].tokens.of_rank(self.rank)]
         local: dict[str, Any] = {n: _taken(x, own, fills.get(n, 0)) for n, x in flat.items()}
@@ -530,6 +533,23 @@ def _one_row(name: str, x: Tensor, num_tokens: int, *, is_row: bool) -> Tensor:
             fix="Pass tensors with the rows and tokens of input_ids.",
         )
     return flat
+
+
+def _check_steps(positions_T: Tensor, offsets: tuple[int, ...]) -> None:
+    """Refuse positions of one row that jump where no sequence begins."""
+    jumps = positions_T.diff() != 1
+    begins = [first - 1 for first in offsets[1:-1] if 0 < first < offsets[-1]]
+    jumps[begins] = False
+    if bool(jumps.any()):
+        place = int(jumps.nonzero()[0]) + 1
+        raise LayoutError(
+            "context_parallel: position_ids",
+            found=f"{int(positions_T[place])} at token {place}, behind "
+            f"{int(positions_T[place - 1])}, where no sequence begins",
+            why="In one row transformers takes a jump for the beginning of another sequence, and "
+            "ranks know sequences by cu_seqlens.",
+            fix="Pass cu_seqlens with the offsets of all sequences.",
+        )
 
 
 def _shifted(labels: Tensor, offsets: tuple[int, ...]) -> Tensor:
