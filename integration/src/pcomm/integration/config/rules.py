@@ -20,6 +20,7 @@ from pcomm.integration.config.nonuniform import (
 )
 from pcomm.integration.config.sections import (
     Config,
+    Dtype,
     ParallelConfig,
     Resolved,
     ResolvedModel,
@@ -39,7 +40,9 @@ _LEAST_VOCABULARY = 257
 
 
 def validate(config: Config, world_size: int) -> Resolved:
-    """`config` with a number in place of every `auto`, if it can run on `world_size` ranks.
+    """`config` with a value in place of every `auto`, if it can run on `world_size` ranks.
+
+    Of `train.dtype` it is fp32, since no device is asked here; a run asks it before.
 
     Keep the configuration that came in for the run's folder: with `dp = "auto"` it can be resumed
     on another number of ranks.
@@ -269,7 +272,36 @@ def _with_micro_batches(train: TrainConfig, share: int) -> ResolvedTrain:
         ("train.sequence_length", train.sequence_length),
         "A micro-batch consists of whole rows.",
     )
-    return ResolvedTrain(**{**values_of(train), "micro_batch_tokens": micro})
+    _check_decay(train)
+    dtype: Dtype = "fp32" if train.dtype == "auto" else train.dtype
+    return ResolvedTrain(**{**values_of(train), "dtype": dtype, "micro_batch_tokens": micro})
+
+
+def _check_decay(train: TrainConfig) -> None:
+    """Refuse a decay that is too long for the run, or that its schedule does not have."""
+    decay, default = train.decay_steps, TrainConfig()
+    given = [
+        f"train.{key} = {value!r}"
+        for key, value in (("decay_steps", decay), ("decay_type", train.decay_type))
+        if value != getattr(default, key)
+    ]
+    if train.schedule != "wsd" and given:
+        raise ConfigError(
+            given[0].partition(" ")[0],
+            found=f"{' and '.join(given)} with train.schedule = {train.schedule!r}",
+            why="Only the schedule wsd has a decay of its own; the others decay all the time, or "
+            "never.",
+            fix="Set train.schedule to 'wsd', or leave them away.",
+        )
+    if train.schedule == "wsd" and decay != "auto" and train.warmup_steps + decay > train.steps:
+        raise ConfigError(
+            "train.decay_steps",
+            found=f"the value {decay} with train.warmup_steps = {train.warmup_steps} and "
+            f"train.steps = {train.steps}",
+            why="The rate rises, stays and falls one after the other.",
+            fix=f"Set train.decay_steps to {max(1, train.steps - train.warmup_steps)} or less, or "
+            "train.warmup_steps lower.",
+        )
 
 
 def validate_resilient(config: Config, world_size: int) -> Resolved:

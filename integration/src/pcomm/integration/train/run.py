@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -50,7 +51,7 @@ from pcomm.integration.train.run_folder import (
     write_config,
     write_holder,
 )
-from pcomm.integration.train.run_state import NotFiniteSteps, Progress
+from pcomm.integration.train.run_state import NotFiniteSteps, Progress, chosen_dtype
 from pcomm.integration.train.trainer import StepResult, Trainer, check_batch_memory, largest_memory
 
 __all__ = ["Outcome", "run_training"]
@@ -105,12 +106,11 @@ def _train(
     together: RankBarrier,
 ) -> Outcome:
     world = together.world
-    tell_device(config.train.dtype, world.size, world.device, rank=world.rank)
     with ExitStack() as held:
         config = together(
             "train: model.from", lambda: start_config(config, run_dir, is_new=must_restart)
         )
-        resolved = validate(config, world.size)
+        resolved = validate(_with_dtype(config, run_dir, must_restart, together), world.size)
         together(
             "train: memory of a batch",
             lambda: check_batch_memory(resolved, largest_memory(world.device)),
@@ -159,6 +159,19 @@ def _train(
                 lambda: None if world.rank else write_config(config, run_dir),
             )
             return run.go(progress, stream)
+
+
+def _with_dtype(config: Config, run_dir: Path, is_new: bool, together: RankBarrier) -> Config:
+    """`config` with the format that all ranks compute in, which is told. Collective."""
+    world = together.world
+    dtype, why = together(
+        "train: train.dtype", lambda: chosen_dtype(config, run_dir, world.device, is_new=is_new)
+    )
+    vote = world.control.vote("train: train.dtype", int(dtype == "bf16"), why)
+    dtype = "bf16" if vote.minimum else "fp32"
+    why = vote.reasons[vote.values.index(vote.minimum)]
+    tell_device(dtype, why, world.size, world.device, rank=world.rank)
+    return replace(config, train=replace(config.train, dtype=dtype))
 
 
 class _Run:
