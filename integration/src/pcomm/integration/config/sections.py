@@ -373,6 +373,10 @@ class TrainConfig:
     bf16 where the GPU or processor of every rank has instructions for it and a product is faster
     with them, else fp32; a run that goes on keeps what its checkpoint was trained in."""
 
+    recompute: bool = False
+    """Compute each block again in backward and keep its input alone: the same numbers from less
+    memory, in more time. What ranks send in a forward of layers they send again."""
+
     sequence_length: Size = 256
     """Tokens in a row; attention sees at most one row."""
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pcomm.core import Collectives, IdentityCollectives
 from pcomm.core.errors import UnsupportedError
@@ -64,6 +65,7 @@ class LanguageModel(nn.Module):
             for fp32, and for fp64 in a model of that.
         initialise: False allocates this rank's shards of split weights alone and leaves them as the
             memory was, for weights that are loaded; otherwise each is allocated whole first.
+        recompute: True to compute each block again in backward instead of keeping what it needs.
         form: Speed of each tensor-parallel rank, to which its share of the layers is proportional;
             empty for equal shares, or those that are closest to them.
 
@@ -82,10 +84,11 @@ class LanguageModel(nn.Module):
         experts: Collectives | None = None,
         state_dtype: torch.dtype | None = None,
         initialise: bool = True,
+        recompute: bool = False,
         form: tuple[Fraction, ...] = (),
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self._recomputes = config, recompute
         self.collectives = collectives or IdentityCollectives()
         build = LayerBuilder(
             config,
@@ -153,8 +156,14 @@ class LanguageModel(nn.Module):
         """
         context = Context(plan, self._rotation(plan), self.has_stream_shares, balance)
         x = self.embedding(tokens_T)
+        keeps = not (self._recomputes and torch.is_grad_enabled())
         for block in self.blocks:
-            x = block(x, context)
+            # Nothing in a block is random.
+            x = (
+                block(x, context)
+                if keeps
+                else checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
+            )
         logits_Tv: Tensor = self.head(self.norm(x))
         return logits_Tv
 
