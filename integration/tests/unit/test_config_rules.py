@@ -270,7 +270,7 @@ def test_every_number_has_a_lower_bound():
         if key.name not in ("cp_strategy", "expert_weights", "dtype")
         and (type(key.default) in (int, float) or key.default in words)
     ]
-    assert len(numbers) == 57
+    assert len(numbers) == 58
     for name in numbers:
         with pytest.raises(ConfigError, match=f"{name}: the value -1\n.*greater than"):
             _tiny(f"{name}=-1")

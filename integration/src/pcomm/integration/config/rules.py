@@ -59,6 +59,7 @@ def validate(config: Config, world_size: int) -> Resolved:
             why="A tokenizer has an id for each of 256 bytes and for the end of a document.",
             fix=f"Set data.vocabulary to at least {_LEAST_VOCABULARY}.",
         )
+    _check_best(config)
     model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
@@ -277,6 +278,25 @@ def _with_micro_batches(train: TrainConfig, share: int) -> ResolvedTrain:
     return ResolvedTrain(**{**values_of(train), "dtype": dtype, "micro_batch_tokens": micro})
 
 
+def _check_best(config: Config) -> None:
+    """Refuse to keep the best checkpoint where there is nothing to compare."""
+    train, every = config.train, config.checkpoint.every
+    if not config.checkpoint.keep_best:
+        return
+    found = ""
+    if train.eval_every == "none" or not config.data.held_out:
+        found = f"train.eval_every = {train.eval_every!r}, data.held_out = {config.data.held_out}"
+    elif every != "end" and (train.eval_every == "end" or every % train.eval_every):
+        found = f"checkpoint.every = {every} with train.eval_every = {train.eval_every!r}"
+    if found:
+        raise ConfigError(
+            "checkpoint.keep_best",
+            found=f"the value True with {found}",
+            why="Checkpoints are compared by what an evaluation at the same step has found.",
+            fix="Evaluate, and set checkpoint.every to a multiple of train.eval_every.",
+        )
+
+
 def _check_decay(train: TrainConfig) -> None:
     """Refuse a decay that is too long for the run, or that its schedule does not have."""
     decay, default = train.decay_steps, TrainConfig()
@@ -331,6 +351,12 @@ def validate_resilient(config: Config, world_size: int) -> Resolved:
             "heads" if parallel.cp_strategy == "heads" else "auto",
             "auto",
             "Heads need not divide any more among ranks of cp once ranks of tp are gone.",
+        ),
+        (
+            "checkpoint.keep_best",
+            resolved.checkpoint.keep_best,
+            False,
+            "Such a run saves before it evaluates.",
         ),
         ("train.on_nan", train.on_nan, "stop", "Ranks that join could not know what was skipped."),
         (

@@ -417,6 +417,11 @@ class TrainConfig:
     betas: Annotated[tuple[Share, Share], BeforeValidator(listed)] = (0.9, 0.95)
     """AdamW's two decay rates of the averages."""
 
+    peak_tflops: PositiveFloat | Literal["auto"] = "auto"
+    """What the device of one rank can do in `dtype`, in 10^12 operations a second, as its data
+    sheet says; the rows tell the share that the run reaches of it (MFU). auto: what a product of
+    two large matrices reaches at the start; no share with --resilient."""
+
     clip_norm: PositiveFloat | Literal["none"] = 1.0
     """Largest global norm of the gradient. none: no clipping."""
 
@@ -465,6 +470,10 @@ class CheckpointConfig:
 
     keep: Size | Literal["all"] = 2
     """How many of the newest checkpoints stay. all: every one."""
+
+    keep_best: bool = False
+    """Keep, beside these, the checkpoint with the fewest bits per byte of those that were evaluated
+    when they were saved."""
 
     asynchronous: bool = True
     """Write the files while training goes on."""

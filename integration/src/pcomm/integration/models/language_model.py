@@ -236,6 +236,22 @@ class LanguageModel(nn.Module):
             for name, parameter in self.named_parameters()
         )
 
+    def training_flops(self, sequence_length: int) -> float:
+        """Floating-point operations of one token in forward and backward, as PaLM counts. Local.
+
+        Six for each weight of a product that the token meets; in attention, 12 for each number of
+        its queries and each token of a row. What a recurrence does beside its products, and what is
+        computed again in backward, is left out.
+
+        Args:
+            sequence_length: Tokens in a row.
+        """
+        config = self.config
+        table = 0 if config.tie_embeddings else sum(self.vocabulary.sizes) * config.width
+        weights = self.num_parameters() - self._num_idle_parameters() - table
+        queries = mixers(config).count("A") * config.heads * config.head_dim
+        return 6.0 * weights + 12.0 * queries * sequence_length
+
     def describe(self) -> str:
         """The blocks, and which kernels run those that are recurrent; one line each, local."""
         lines = [f"{self.num_parameters():,} parameters in blocks {mixers(self.config)}"]
@@ -246,13 +262,16 @@ class LanguageModel(nn.Module):
 
     def _describe_experts(self) -> str:
         config, layers = self.config, sum(expert_blocks(self.config))
-        # Three matrices of an expert, of which a token meets only some.
-        idle = config.experts - config.experts_per_token
-        unused = layers * idle * 3 * config.width * config.expert_width
         return (
             f"{config.experts} experts in {layers} blocks, {config.experts_per_token} a token, "
-            f"which meets {self.num_parameters() - unused:,} parameters"
+            f"which meets {self.num_parameters() - self._num_idle_parameters():,} parameters"
         )
+
+    def _num_idle_parameters(self) -> int:
+        """Those of experts that a token does not go to: three matrices each."""
+        config = self.config
+        idle = max(0, config.experts - config.experts_per_token) * sum(expert_blocks(config))
+        return idle * 3 * config.width * config.expert_width
 
     @property
     def _blocks(self) -> list[Block]:

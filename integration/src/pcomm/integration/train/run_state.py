@@ -25,8 +25,8 @@ __all__ += ["learning_rate"]
 _log = logging.getLogger("pcomm.train")
 
 # What decides the learning rate of a step.
-_SCHEDULE = ("learning_rate", "schedule", "steps", "warmup_steps", "min_learning_rate_ratio")
-_SCHEDULE += ("decay_steps", "decay_type")
+_SCHEDULE: tuple[str, ...] = ("learning_rate", "schedule", "steps", "warmup_steps")
+_SCHEDULE += ("min_learning_rate_ratio", "decay_steps", "decay_type")
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,8 @@ def _scheduled(config: TrainConfig, step: int) -> float:
         return (step + 1) / warmup
     if schedule == "constant":
         return 1.0
-    kind, length = schedule, config.steps - warmup
+    kind: str = schedule
+    length = config.steps - warmup
     if schedule == "wsd":
         kind, length = (
             config.decay_type,
