@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,8 @@ from pcomm.integration.config.toml import load_config
 from pcomm.integration.data.tokenizer import load_tokenizer
 from pcomm.integration.train import run
 
-KEYS = {"step", "loss", "tokens_per_s", "step_ms"}
+KEYS = {"step", "loss", "tokens_per_s", "mean_tokens_per_s", "step_ms", "data_ms", "mfu"}
+KEYS |= {"lr", "grad_norm", "memory_mib", "peak_memory_mib"}
 
 Train = Callable[..., int]
 Start = Callable[..., subprocess.Popen[str]]
@@ -93,10 +95,16 @@ def test_it_prints_bits_per_byte_then_a_sample_then_the_paths(two):
     assert first == f"held-out bits per byte: {bits:.3f}"
     assert blank == ""
     assert rest.startswith("word")
-    paths = [line.split()[0] for line in two.printed.splitlines()[-4:]]
+    before, _, after = two.printed.partition("next:\n")
+    paths = [line.split()[0] for line in before.splitlines()[-4:]]
     assert paths == [
         str(two.out / n) for n in ("checkpoints", "metrics.jsonl", "loss.png", "config.toml")
     ]
+    generate, serve = after.splitlines()[:2]
+    assert serve == f"  pcomm serve {two.out}"
+    _, *words = shlex.split(generate)
+    assert words == ["generate", str(two.out), "--prompt", "word"]
+    assert main([*words, "--max-tokens", "2"]) == 0
     assert "step 6/6  loss" in two.logged
     assert "Traceback" not in two.logged
 

@@ -18,7 +18,7 @@ from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.core.testing.programs import PATIENCE_S
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint import folders
-from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
+from pcomm.integration.checkpoint.folders import best, checkpoints, newest, remove_partial
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.checkpoint.state import read
 from pcomm.integration.config.rules import validate
@@ -79,6 +79,26 @@ def test_the_oldest_are_removed(group, tmp_path, keep, left):
             saver.save(step, {"x": region(step)}, {})
     assert steps(tmp_path) == left
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+
+
+@pytest.mark.parametrize(
+    ("found", "left"),
+    [
+        ([3.0, 1.0, 2.0, 4.0], [2, 4]),
+        # Of equals the newest; a step that was not evaluated is never the best.
+        ([1.0, 1.0, 2.0, None], [2, 4]),
+        ([4.0, 3.0, 2.0, 1.0], [4]),
+        ([None, None, None, None], [4]),
+    ],
+)
+def test_the_best_stays_beside_the_newest(group, tmp_path, found, left):
+    with Saver(tmp_path, group, keep=1, keep_best=True, is_asynchronous=True) as saver:
+        for step, bits in enumerate(found, start=1):
+            state = {} if bits is None else {"bits_per_byte": bits}
+            saver.save(step, {"x": region(step)}, state)
+    assert steps(tmp_path) == left
+    assert getattr(best(tmp_path), "step", None) == (left[0] if any(found) else None)
+    assert newest(tmp_path).step == 4
 
 
 def test_a_step_that_is_reached_again_replaces_its_checkpoint(group, tmp_path):

@@ -46,8 +46,8 @@ def test_a_run_says_on_what_it_computes_and_warns_of_gpus_without_work(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an H100")
     with caplog.at_level(logging.INFO, "pcomm.train"):
-        tell_device("bf16", num_ranks, device, rank=rank)
+        tell_device("bf16", "the GPU has it", num_ranks, device, rank=rank)
     first, *warnings = (record.getMessage() for record in caplog.records)
-    assert first == line
+    assert first == f'{line} (train.dtype = "auto": the GPU has it)'
     is_told = num_gpus > 0 and device == CPU and rank == 0
     assert [LEFT_OUT in warning for warning in warnings] == [True] * is_told

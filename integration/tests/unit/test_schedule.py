@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint
-from pcomm.integration.config.sections import TrainConfig
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, TrainConfig
 from pcomm.integration.train.run_state import Progress, Rewarm, learning_rate
 
 COSINE = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate_ratio=0.1)
@@ -33,6 +37,86 @@ def test_a_cosine_rises_falls_and_ends_at_its_minimum():
     assert found[54] == pytest.approx(0.55)
     assert found[-1] == pytest.approx(0.1)
     assert learning_rate(COSINE, 1000) == pytest.approx(0.1)
+
+
+def hugging_face(kind: str, config: TrainConfig, **options: float | str) -> list[float]:
+    """Rates that transformers gives, whose step counts from 1 where ours counts from 0."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    found = get_scheduler(
+        kind,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=config.steps,
+        scheduler_specific_kwargs=options or None,
+    )
+    (rate,) = found.lr_lambdas
+    return [config.learning_rate * rate(step + 1) for step in range(config.steps)]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (7, 0), (50, 49)])
+@pytest.mark.parametrize("ratio", [0.0, 0.25])
+def test_schedules_are_those_of_transformers(steps, warmup, ratio):
+    base = changed(
+        COSINE, steps=steps, warmup_steps=warmup, learning_rate=0.3, min_learning_rate_ratio=ratio
+    )
+    cosine = hugging_face("cosine_with_min_lr", base, min_lr_rate=ratio)
+    assert rates(base) == pytest.approx(cosine)
+    constant = hugging_face("constant_with_warmup", base)
+    assert rates(changed(base, schedule="constant")) == pytest.approx(constant)
+    if ratio == 0:
+        line = hugging_face("linear", base)
+        assert rates(changed(base, schedule="linear")) == pytest.approx(line, abs=1e-12)
+    for decay in {1, 3, steps - warmup} - {0}:
+        if warmup + decay > steps:
+            continue
+        for ours, theirs in (("linear", "linear"), ("cosine", "cosine"), ("sqrt", "1-sqrt")):
+            wsd = changed(base, schedule="wsd", decay_steps=decay, decay_type=ours)
+            expected = hugging_face(
+                "warmup_stable_decay",
+                wsd,
+                num_decay_steps=decay,
+                decay_type=theirs,
+                min_lr_ratio=ratio,
+            )
+            # Theirs rises from the minimum, ours from 0.
+            first = warmup if ratio else 0
+            assert rates(wsd)[first:] == pytest.approx(expected[first:], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "left"),
+    [
+        ("linear", lambda p: 1 - p),
+        ("cosine", lambda p: math.cos(math.pi * p / 2) ** 2),
+        ("sqrt", lambda p: 1 - p**0.5),
+    ],
+)
+def test_formulas_written_out(decay_type, left):
+    # 100 steps: 10 up, 70 at the top, and by default a fifth down to a tenth.
+    wsd = changed(COSINE, schedule="wsd", decay_type=decay_type)
+    up, top = [(n + 1) / 10 for n in range(10)], [1.0] * 70
+    down = [0.1 + 0.9 * left((n + 1) / 20) for n in range(20)]
+    assert rates(wsd) == pytest.approx([*up, *top, *down])
+    if decay_type != "sqrt":
+        whole = [0.1 + 0.9 * left((n + 1) / 90) for n in range(90)]
+        assert rates(changed(COSINE, schedule=decay_type)) == pytest.approx([*up, *whole])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"schedule": "wsd", "decay_steps": 91}, ["train.decay_steps", "91", "to 90 or less"]),
+        ({"decay_steps": 5}, ["train.decay_steps: train.decay_steps = 5", "'cosine'", "'wsd'"]),
+        ({"schedule": "linear", "decay_type": "sqrt"}, ["train.decay_type", "'linear'"]),
+    ],
+)
+def test_a_decay_that_does_not_fit_is_refused(given, said):
+    base = {"steps": 100, "warmup_steps": 10}
+    assert validate(Config(train=TrainConfig(**base, schedule="wsd", decay_steps=90)), 1)
+    with pytest.raises(ConfigError) as raised:
+        validate(Config(train=TrainConfig(**{**base, **given})), 1)
+    for part in said:
+        assert part in str(raised.value)
 
 
 def test_constant_stays_however_long_the_run_becomes():
@@ -110,7 +194,7 @@ def test_another_peak_is_said_too(tmp_path, caplog):
     progress, said = resumed(tmp_path, changed(COSINE, learning_rate=0.5), caplog)
     assert progress == Progress(40)
     assert "jumps from" in said
-    assert "train.steps was" not in said
+    assert "(train.learning_rate was 1.0 and is 0.5)" in said
 
 
 def test_a_jump_that_three_digits_do_not_show_is_shown_with_more(tmp_path, caplog):

@@ -37,8 +37,10 @@ __all__ = [
 Row = Mapping[str, int | float]
 """The numbers of one step. Each row has `step`.
 
-A training row also has `loss` (mean nats per token), `tokens_per_s`, `step_ms`, `lr`, `grad_norm`
-and `memory_mib` (allocated between two steps); an evaluation row has `bits_per_byte`.
+A training row also has `loss` (mean nats per token), `tokens_per_s`, `mean_tokens_per_s` (of the
+last 20 steps), `step_ms`, `data_ms` (of it, for the batch), `mfu` (share of the peak, where that is
+known), `lr`, `grad_norm`, `memory_mib` (allocated between two steps) and `peak_memory_mib`; an
+evaluation row has `bits_per_byte` and `eval_s`.
 """
 
 
@@ -277,8 +279,11 @@ class ProgressSink:
         ]
         if self._bits_per_byte is not None:
             parts.append(f"held-out {self._bits_per_byte:.3f} bits/byte")
-        if "tokens_per_s" in row:
-            parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+        # Of one step they jump, on a machine that others use.
+        if (speed := row.get("mean_tokens_per_s", row.get("tokens_per_s"))) is not None:
+            parts.append(f"{speed:,.0f} tokens/s")
+        if "mfu" in row:
+            parts.append(f"{row['mfu']:.1%} of peak")
         if done > 0:
             # The mean since the start, so evaluations and checkpoints to come are counted in.
             left = (now - self._start) / done * (self._total_steps - step)

@@ -132,6 +132,7 @@ def build_model(
         device=device,
         dtype=dtype,
         experts=splitting["expert"].collectives if "expert" in splitting else None,
+        recompute=config.train.recompute,
         form=form,
     )
     if "expert" not in splitting:

@@ -96,13 +96,29 @@ def newest(run_dir: Path) -> Checkpoint | None:
     return max(checkpoints(run_dir), key=lambda checkpoint: checkpoint.step, default=None)
 
 
+def best(run_dir: Path) -> Checkpoint | None:
+    """The one whose state has the fewest `bits_per_byte`, the newest of equals, if any has. Local.
+
+    Raises:
+        ConfigError: The state of one of them is damaged.
+    """
+    found = [(one.state().get("bits_per_byte"), one) for one in checkpoints(run_dir)]
+    known = [(bits, -one.step, one) for bits, one in found if isinstance(bits, int | float)]
+    return min(known, key=lambda one: one[:2])[2] if known else None
+
+
 def partial_folder(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written before it is whole."""
     return _parent(run_dir) / f"step-{step:08d}{_PARTIAL}"
 
 
 def commit(
-    partial: Path, state: dict[str, Any], digests: Mapping[str, str], *, keep: int | None
+    partial: Path,
+    state: dict[str, Any],
+    digests: Mapping[str, str],
+    *,
+    keep: int | None,
+    keep_best: bool = False,
 ) -> Checkpoint:
     """Give a written checkpoint its final name, then remove the oldest ones. On one rank.
 
@@ -111,6 +127,7 @@ def commit(
         state: Values to save beside the tensors, as JSON.
         digests: Digest of every file in the folder, by name.
         keep: Number of newest checkpoints that stay; None keeps all.
+        keep_best: True if the one of `best` stays, too.
     """
     described = json.dumps(state, indent=1).encode()
     _write_synced(partial / _STATE, described)
@@ -125,8 +142,10 @@ def commit(
     partial.rename(final)
     _sync_folder(final.parent)
     run_dir = final.parent.parent
+    spared = best(run_dir) if keep_best else None
     for old in checkpoints(run_dir)[:-keep] if keep else []:
-        discard(old.folder)
+        if old != spared:
+            discard(old.folder)
     return Checkpoint(int(final.name.removeprefix("step-")), final)
 
 

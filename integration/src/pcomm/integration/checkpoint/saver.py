@@ -34,13 +34,21 @@ class Saver:
         run_dir: The run's folder.
         group: All ranks, with a communicator of its own: the ranks talk while training does.
         keep: Number of newest checkpoints that stay; None keeps all.
+        keep_best: True if the one with the fewest `bits_per_byte` in its state stays, too.
         is_asynchronous: True to return from `save` once the tensors are copied.
     """
 
     def __init__(
-        self, run_dir: Path, group: Group, *, keep: int | None, is_asynchronous: bool
+        self,
+        run_dir: Path,
+        group: Group,
+        *,
+        keep: int | None,
+        keep_best: bool = False,
+        is_asynchronous: bool,
     ) -> None:
-        self._run_dir, self._group, self._keep = run_dir, group, keep
+        self._run_dir, self._group = run_dir, group
+        self._kept: dict[str, Any] = {"keep": keep, "keep_best": keep_best}
         self._is_asynchronous = is_asynchronous
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: ThreadFuture[None] | None = None
@@ -96,9 +104,7 @@ class Saver:
 
     def _write(self, step: int, views: dict[str, ShardView], state: dict[str, Any]) -> None:
         planner = _FinitePlanner(partial_folder(self._run_dir, step))
-        writer = _Writer(
-            partial_folder(self._run_dir, step), {"step": step, **state}, keep=self._keep
-        )
+        writer = _Writer(partial_folder(self._run_dir, step), {"step": step, **state}, self._kept)
         try:
             with warnings.catch_warnings():
                 # One process saves without torch.distributed, which torch warns about each time.
@@ -141,10 +147,10 @@ class _Writer(FileSystemWriter):
     returns, on any rank, the checkpoint is whole, and if it cannot get its name they all know.
     """
 
-    def __init__(self, partial: Path, state: dict[str, Any], *, keep: int | None) -> None:
+    def __init__(self, partial: Path, state: dict[str, Any], kept: dict[str, Any]) -> None:
         super().__init__(partial, sync_files=True)
         self.fs = self._hashing = HashingFileSystem()
-        self._partial, self._state, self._keep = partial, state, keep
+        self._partial, self._state, self._kept = partial, state, kept
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -170,7 +176,7 @@ class _Writer(FileSystemWriter):
             for result in of_rank:
                 assert isinstance(result, _FileResult)
                 digests[result.storage_data.relative_path] = result.digest
-        commit(self._partial, self._state, digests, keep=self._keep)
+        commit(self._partial, self._state, digests, **self._kept)
 
 
 class _FinitePlanner(ShardSavePlanner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,35 +35,43 @@ class TrainCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """`--config`, `--set`, `--ranks`, `--out`, `--restart`, `--trace`."""
-        parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+        parser.add_argument(
+            "--config", type=Path, metavar="FILE", help="a TOML file (default: none)"
+        )
         parser.add_argument(
             "--set",
             action="append",
             default=[],
             metavar="SECTION.KEY=VALUE",
-            help="change one key of the configuration; may be given several times",
+            help="change one key of the configuration; may be given several times (default: what "
+            "FILE says, else the key's own default, which DIR/config.toml shows)",
         )
         parser.add_argument(
-            "--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine"
+            "--ranks",
+            type=int,
+            default=1,
+            metavar="N",
+            help="start N ranks on this machine (default: 1)",
         )
         parser.add_argument(
-            "--out", type=Path, required=True, metavar="DIR", help="the run's folder"
+            "--out", type=Path, required=True, metavar="DIR", help="the run's folder (required)"
         )
         parser.add_argument(
             "--restart",
             action="store_true",
-            help="remove the checkpoints and metrics in DIR and begin anew",
+            help="remove the checkpoints and metrics in DIR and begin anew (default: go on there)",
         )
         parser.add_argument(
             "--trace",
             type=Path,
             metavar="FILE",
-            help="write what all ranks did in a few steps, for https://ui.perfetto.dev",
+            help="write what all ranks did in a few steps, for https://ui.perfetto.dev (default: "
+            "nothing)",
         )
         parser.add_argument(
             "--resilient",
             action="store_true",
-            help="go on with the ranks that are left when some of --ranks N die",
+            help="go on with the ranks that are left when some of --ranks N die (default: end)",
         )
         parser.add_argument(
             "--join",
@@ -202,8 +211,9 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | 
 
 
 def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
-    """Print how the run ended, a sample, and where everything is."""
+    """Print how the run ended, a sample, where everything is, and what can be done with it."""
     from pcomm.inference import SamplingParams
+    from pcomm.integration.checkpoint.folders import best
     from pcomm.integration.llm import LLM
 
     if outcome.is_interrupted:
@@ -234,6 +244,14 @@ def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
         ("config.toml", "the configuration"),
     ):
         print(f"{run_dir / file}  {what}")
+    if config.checkpoint.keep_best and (found := best(run_dir)) is not None:
+        print(f"{found.folder}  the best: {found.state()['bits_per_byte']:.3f} bits per byte")
+    folder = shlex.quote(str(run_dir))
+    print("next:")
+    print(f"  pcomm generate {folder} --prompt {shlex.quote(sample.prompt or 'def')}")
+    print(f"  pcomm serve {folder}")
+    if (run_dir / "tensorboard").is_dir():
+        print(f"  tensorboard --logdir {folder}")
 
 
 def _trace_file(path: Path | None) -> Path | None:

@@ -56,9 +56,12 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
     from pcomm.integration.metrics import draw_loss
     from pcomm.integration.precision import tell_device
     from pcomm.integration.train.run_folder import hold_folder, prepare_folder, write_config
+    from pcomm.integration.train.run_state import chosen_dtype
 
-    resolved = validate_resilient(config, ranks)
-    tell_device(config.train.dtype, ranks, torch.device("cpu"), rank=0)
+    dtype, why = chosen_dtype(config, run_dir, torch.device("cpu"), is_new=must_restart)
+    chosen = replace(config, train=replace(config.train, dtype=dtype))
+    resolved = validate_resilient(chosen, ranks)
+    tell_device(dtype, why, ranks, torch.device("cpu"), rank=0)
     _check_start(resolved, run_dir, must_restart=must_restart)
     with hold_folder(run_dir):
         prepare_folder(resolved, run_dir, must_restart=must_restart)
@@ -70,7 +73,7 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
             place = processes.place(0)
             told = {
                 "size": ranks,
-                "config": to_dict(config),
+                "config": to_dict(chosen),
                 "folder": str(run_dir.resolve()),
                 "threads": threads,
             }
@@ -82,7 +85,7 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
                 place.port,
                 run_dir,
             )
-            processes.start(resilient_rank, (config, run_dir))
+            processes.start(resilient_rank, (chosen, run_dir))
             outcome = _outcome(processes.wait(), run_dir)
         draw_loss(run_dir)
         return outcome

@@ -20,6 +20,7 @@ from pcomm.integration.config.nonuniform import (
 )
 from pcomm.integration.config.sections import (
     Config,
+    Dtype,
     ParallelConfig,
     Resolved,
     ResolvedModel,
@@ -39,7 +40,9 @@ _LEAST_VOCABULARY = 257
 
 
 def validate(config: Config, world_size: int) -> Resolved:
-    """`config` with a number in place of every `auto`, if it can run on `world_size` ranks.
+    """`config` with a value in place of every `auto`, if it can run on `world_size` ranks.
+
+    Of `train.dtype` it is fp32, since no device is asked here; a run asks it before.
 
     Keep the configuration that came in for the run's folder: with `dp = "auto"` it can be resumed
     on another number of ranks.
@@ -56,6 +59,7 @@ def validate(config: Config, world_size: int) -> Resolved:
             why="A tokenizer has an id for each of 256 bytes and for the end of a document.",
             fix=f"Set data.vocabulary to at least {_LEAST_VOCABULARY}.",
         )
+    _check_best(config)
     model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
@@ -269,7 +273,55 @@ def _with_micro_batches(train: TrainConfig, share: int) -> ResolvedTrain:
         ("train.sequence_length", train.sequence_length),
         "A micro-batch consists of whole rows.",
     )
-    return ResolvedTrain(**{**values_of(train), "micro_batch_tokens": micro})
+    _check_decay(train)
+    dtype: Dtype = "fp32" if train.dtype == "auto" else train.dtype
+    return ResolvedTrain(**{**values_of(train), "dtype": dtype, "micro_batch_tokens": micro})
+
+
+def _check_best(config: Config) -> None:
+    """Refuse to keep the best checkpoint where there is nothing to compare."""
+    train, every = config.train, config.checkpoint.every
+    if not config.checkpoint.keep_best:
+        return
+    found = ""
+    if train.eval_every == "none" or not config.data.held_out:
+        found = f"train.eval_every = {train.eval_every!r}, data.held_out = {config.data.held_out}"
+    elif every != "end" and (train.eval_every == "end" or every % train.eval_every):
+        found = f"checkpoint.every = {every} with train.eval_every = {train.eval_every!r}"
+    if found:
+        raise ConfigError(
+            "checkpoint.keep_best",
+            found=f"the value True with {found}",
+            why="Checkpoints are compared by what an evaluation at the same step has found.",
+            fix="Evaluate, and set checkpoint.every to a multiple of train.eval_every.",
+        )
+
+
+def _check_decay(train: TrainConfig) -> None:
+    """Refuse a decay that is too long for the run, or that its schedule does not have."""
+    decay, default = train.decay_steps, TrainConfig()
+    given = [
+        f"train.{key} = {value!r}"
+        for key, value in (("decay_steps", decay), ("decay_type", train.decay_type))
+        if value != getattr(default, key)
+    ]
+    if train.schedule != "wsd" and given:
+        raise ConfigError(
+            given[0].partition(" ")[0],
+            found=f"{' and '.join(given)} with train.schedule = {train.schedule!r}",
+            why="Only the schedule wsd has a decay of its own; the others decay all the time, or "
+            "never.",
+            fix="Set train.schedule to 'wsd', or leave them away.",
+        )
+    if train.schedule == "wsd" and decay != "auto" and train.warmup_steps + decay > train.steps:
+        raise ConfigError(
+            "train.decay_steps",
+            found=f"the value {decay} with train.warmup_steps = {train.warmup_steps} and "
+            f"train.steps = {train.steps}",
+            why="The rate rises, stays and falls one after the other.",
+            fix=f"Set train.decay_steps to {max(1, train.steps - train.warmup_steps)} or less, or "
+            "train.warmup_steps lower.",
+        )
 
 
 def validate_resilient(config: Config, world_size: int) -> Resolved:
@@ -299,6 +351,12 @@ def validate_resilient(config: Config, world_size: int) -> Resolved:
             "heads" if parallel.cp_strategy == "heads" else "auto",
             "auto",
             "Heads need not divide any more among ranks of cp once ranks of tp are gone.",
+        ),
+        (
+            "checkpoint.keep_best",
+            resolved.checkpoint.keep_best,
+            False,
+            "Such a run saves before it evaluates.",
         ),
         ("train.on_nan", train.on_nan, "stop", "Ranks that join could not know what was skipped."),
         (

@@ -30,6 +30,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "Dtype",
     "Key",
     "ModelConfig",
     "ParallelConfig",
@@ -178,6 +179,7 @@ Size = Annotated[PositiveInt, INT64]
 AutoSize = Size | Literal["auto"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, UNICODE]
+Dtype = Literal["fp32", "bf16"]
 
 
 @section("model")
@@ -365,9 +367,15 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the weights and the order of the documents."""
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute type; bf16 is autocast over fp32. Shards are then gathered in bf16 where forward
-    reads no more; gradients are always summed in fp32, since each sum in bf16 rounds again."""
+    reads no more; gradients are always summed in fp32, since each sum in bf16 rounds again. auto:
+    bf16 where the GPU or processor of every rank has instructions for it and a product is faster
+    with them, else fp32; a run that goes on keeps what its checkpoint was trained in."""
+
+    recompute: bool = False
+    """Compute each block again in backward and keep its input alone: the same numbers from less
+    memory, in more time. What ranks send in a forward of layers they send again."""
 
     sequence_length: Size = 256
     """Tokens in a row; attention sees at most one row."""
@@ -381,12 +389,20 @@ class TrainConfig:
     learning_rate: NonNegativeFloat = 1e-3
     """Learning rate at the end of the warm-up."""
 
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """What follows the warm-up: half a cosine that ends with the last step, or the same rate
-    throughout, which lets a run be made longer at any time."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """What follows the warm-up: half a cosine or a straight line down to the last step; wsd, the
+    same rate and a decay over the last `decay_steps`; or the same rate throughout, which lets a run
+    be made longer at any time."""
 
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """What the cosine leaves of it at the last step."""
+    """What the schedule leaves of it at the last step."""
+
+    decay_steps: AutoSize = "auto"
+    """With wsd: steps of the decay, which ends with the last step. auto: a fifth of `steps`."""
+
+    decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
+    """With wsd: form of the decay, where p goes from 0 to 1: 1 - p, (1 + cos(pi p)) / 2, or
+    1 - sqrt(p)."""
 
     warmup_steps: Count = 20
     """Steps over which the learning rate rises from 0; a shorter run ends on the way."""
@@ -400,6 +416,11 @@ class TrainConfig:
 
     betas: Annotated[tuple[Share, Share], BeforeValidator(listed)] = (0.9, 0.95)
     """AdamW's two decay rates of the averages."""
+
+    peak_tflops: PositiveFloat | Literal["auto"] = "auto"
+    """What the device of one rank can do in `dtype`, in 10^12 operations a second, as its data
+    sheet says; the rows tell the share that the run reaches of it (MFU). auto: what a product of
+    two large matrices reaches at the start; no share with --resilient."""
 
     clip_norm: PositiveFloat | Literal["none"] = 1.0
     """Largest global norm of the gradient. none: no clipping."""
@@ -449,6 +470,10 @@ class CheckpointConfig:
 
     keep: Size | Literal["all"] = 2
     """How many of the newest checkpoints stay. all: every one."""
+
+    keep_best: bool = False
+    """Keep, beside these, the checkpoint with the fewest bits per byte of those that were evaluated
+    when they were saved."""
 
     asynchronous: bool = True
     """Write the files while training goes on."""
@@ -543,6 +568,7 @@ class ResolvedParallel(ParallelConfig):
 class ResolvedTrain(TrainConfig):
     """`TrainConfig` of a known number of ranks."""
 
+    dtype: Dtype = Field(...)
     micro_batch_tokens: Size = Field(...)
 
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pcomm.core import Collectives, IdentityCollectives
 from pcomm.core.errors import UnsupportedError
@@ -64,6 +65,7 @@ class LanguageModel(nn.Module):
             for fp32, and for fp64 in a model of that.
         initialise: False allocates this rank's shards of split weights alone and leaves them as the
             memory was, for weights that are loaded; otherwise each is allocated whole first.
+        recompute: True to compute each block again in backward instead of keeping what it needs.
         form: Speed of each tensor-parallel rank, to which its share of the layers is proportional;
             empty for equal shares, or those that are closest to them.
 
@@ -82,10 +84,11 @@ class LanguageModel(nn.Module):
         experts: Collectives | None = None,
         state_dtype: torch.dtype | None = None,
         initialise: bool = True,
+        recompute: bool = False,
         form: tuple[Fraction, ...] = (),
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self._recomputes = config, recompute
         self.collectives = collectives or IdentityCollectives()
         build = LayerBuilder(
             config,
@@ -153,8 +156,14 @@ class LanguageModel(nn.Module):
         """
         context = Context(plan, self._rotation(plan), self.has_stream_shares, balance)
         x = self.embedding(tokens_T)
+        keeps = not (self._recomputes and torch.is_grad_enabled())
         for block in self.blocks:
-            x = block(x, context)
+            # Nothing in a block is random.
+            x = (
+                block(x, context)
+                if keeps
+                else checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
+            )
         logits_Tv: Tensor = self.head(self.norm(x))
         return logits_Tv
 
@@ -227,6 +236,22 @@ class LanguageModel(nn.Module):
             for name, parameter in self.named_parameters()
         )
 
+    def training_flops(self, sequence_length: int) -> float:
+        """Floating-point operations of one token in forward and backward, as PaLM counts. Local.
+
+        Six for each weight of a product that the token meets; in attention, 12 for each number of
+        its queries and each token of a row. What a recurrence does beside its products, and what is
+        computed again in backward, is left out.
+
+        Args:
+            sequence_length: Tokens in a row.
+        """
+        config = self.config
+        table = 0 if config.tie_embeddings else sum(self.vocabulary.sizes) * config.width
+        weights = self.num_parameters() - self._num_idle_parameters() - table
+        queries = mixers(config).count("A") * config.heads * config.head_dim
+        return 6.0 * weights + 12.0 * queries * sequence_length
+
     def describe(self) -> str:
         """The blocks, and which kernels run those that are recurrent; one line each, local."""
         lines = [f"{self.num_parameters():,} parameters in blocks {mixers(self.config)}"]
@@ -237,13 +262,16 @@ class LanguageModel(nn.Module):
 
     def _describe_experts(self) -> str:
         config, layers = self.config, sum(expert_blocks(self.config))
-        # Three matrices of an expert, of which a token meets only some.
-        idle = config.experts - config.experts_per_token
-        unused = layers * idle * 3 * config.width * config.expert_width
         return (
             f"{config.experts} experts in {layers} blocks, {config.experts_per_token} a token, "
-            f"which meets {self.num_parameters() - unused:,} parameters"
+            f"which meets {self.num_parameters() - self._num_idle_parameters():,} parameters"
         )
+
+    def _num_idle_parameters(self) -> int:
+        """Those of experts that a token does not go to: three matrices each."""
+        config = self.config
+        idle = max(0, config.experts - config.experts_per_token) * sum(expert_blocks(config))
+        return idle * 3 * config.width * config.expert_width
 
     @property
     def _blocks(self) -> list[Block]:

@@ -33,6 +33,7 @@ __all__ = [
     "Outcome",
     "batches_of",
     "bits_per_byte",
+    "describe_run",
     "evaluate",
     "is_due",
     "open_saver",
@@ -61,6 +62,22 @@ def is_due(every: int | Literal["end", "none"], step: int) -> bool:
     return isinstance(every, int) and step % every == 0
 
 
+def describe_run(config: Resolved, prepared: Prepared) -> str:
+    """Data, length and optimizer of a run, in two lines. Local."""
+    train, corpus = config.train, prepared.train
+    tokens = train.steps * train.global_batch_tokens
+    micro_batches = train.global_batch_tokens // train.micro_batch_tokens // config.parallel.dp
+    accumulated = f" ({micro_batches} micro-batches a rank)" if micro_batches > 1 else ""
+    return (
+        f"{corpus.num_documents:,} documents of {corpus.num_tokens:,} tokens, and "
+        f"{prepared.held_out.num_documents:,} held out; {train.steps:,} steps of "
+        f"{train.global_batch_tokens:,} tokens{accumulated} are "
+        f"{tokens / max(1, corpus.num_tokens):.2f} epochs\n"
+        f"AdamW, learning rate {train.learning_rate:g}, schedule {train.schedule} after "
+        f"{train.warmup_steps} steps of warm-up, weight decay {train.weight_decay:g}"
+    )
+
+
 def batches_of(config: Resolved, prepared: Prepared) -> TrainBatches:
     """The batches of a run. Local."""
     train = config.train
@@ -80,6 +97,7 @@ def open_saver(config: Resolved, run_dir: Path, group: Group) -> Saver:
         run_dir,
         group,
         keep=None if options.keep == "all" else options.keep,
+        keep_best=options.keep_best,
         is_asynchronous=options.asynchronous,
     )
 

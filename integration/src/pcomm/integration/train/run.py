@@ -8,13 +8,17 @@ From the command to a loss, read `commands/train`, `config/toml`, `config/sectio
 from __future__ import annotations
 
 import logging
+import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from pcomm.core import Group, Groups, connect
+from pcomm.core.process import World
 from pcomm.core.trace import (
     Recorder,
     exposed_communication_s,
@@ -26,7 +30,7 @@ from pcomm.integration.checkpoint.folders import check_files, newest
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.checkpoint.state import identity_of
 from pcomm.integration.config.rules import validate
-from pcomm.integration.config.sections import Config
+from pcomm.integration.config.sections import Config, ResolvedTrain
 from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.huggingface.model_from import start_config
 from pcomm.integration.huggingface.weights import load_first_weights
@@ -37,6 +41,7 @@ from pcomm.integration.train.interrupt import RankBarrier, Stopped, listen_for_i
 from pcomm.integration.train.loop import (
     Outcome,
     batches_of,
+    describe_run,
     evaluate,
     is_due,
     open_saver,
@@ -50,7 +55,8 @@ from pcomm.integration.train.run_folder import (
     write_config,
     write_holder,
 )
-from pcomm.integration.train.run_state import NotFiniteSteps, Progress
+from pcomm.integration.train.run_state import NotFiniteSteps, Progress, chosen_dtype
+from pcomm.integration.train.speed import measured_flops
 from pcomm.integration.train.trainer import StepResult, Trainer, check_batch_memory, largest_memory
 
 __all__ = ["Outcome", "run_training"]
@@ -105,12 +111,11 @@ def _train(
     together: RankBarrier,
 ) -> Outcome:
     world = together.world
-    tell_device(config.train.dtype, world.size, world.device, rank=world.rank)
     with ExitStack() as held:
         config = together(
             "train: model.from", lambda: start_config(config, run_dir, is_new=must_restart)
         )
-        resolved = validate(config, world.size)
+        resolved = validate(_with_dtype(config, run_dir, must_restart, together), world.size)
         together(
             "train: memory of a batch",
             lambda: check_batch_memory(resolved, largest_memory(world.device)),
@@ -147,9 +152,14 @@ def _train(
                     lambda: load_first_weights(model, folder, ranks),
                     timeout_s=_READING_S,
                 )
-            _log.info("%s", model.describe())
+            _log.info("%s\n%s", model.describe(), describe_run(resolved, prepared))
             trainer = Trainer(
-                model, watched, resolved, batches_of(resolved, prepared), recorder=steps.recorder
+                model,
+                watched,
+                resolved,
+                batches_of(resolved, prepared),
+                recorder=steps.recorder,
+                peak_flops=_peak_flops(resolved.train, world),
             )
             run = _Run(trainer, prepared, run_dir, together, steps)
             progress = run.resume()
@@ -159,6 +169,26 @@ def _train(
                 lambda: None if world.rank else write_config(config, run_dir),
             )
             return run.go(progress, stream)
+
+
+def _with_dtype(config: Config, run_dir: Path, is_new: bool, together: RankBarrier) -> Config:
+    """`config` with the format that all ranks compute in, which is told. Collective."""
+    world = together.world
+    dtype, why = together(
+        "train: train.dtype", lambda: chosen_dtype(config, run_dir, world.device, is_new=is_new)
+    )
+    vote = world.control.vote("train: train.dtype", int(dtype == "bf16"), why)
+    dtype = "bf16" if vote.minimum else "fp32"
+    why = vote.reasons[vote.values.index(vote.minimum)]
+    tell_device(dtype, why, world.size, world.device, rank=world.rank)
+    return replace(config, train=replace(config.train, dtype=dtype))
+
+
+def _peak_flops(train: ResolvedTrain, world: World) -> float:
+    """Operations a second of all ranks, as the configuration says or as this one measures."""
+    named = train.peak_tflops
+    own = measured_flops(world.device, train.dtype) if named == "auto" else named * 1e12
+    return own * world.size
 
 
 class _Run:
@@ -237,10 +267,10 @@ class _Run:
             if done == train.steps:
                 break
             # Evaluated before it is saved: a run that dies in between evaluates again.
-            if is_due(train.eval_every, done):
-                self._evaluate(done, sinks)
+            due = is_due(train.eval_every, done)
+            bits = self._evaluate(done, sinks) if due else None
             if is_due(self.config.checkpoint.every, done) or result.wants_to_stop:
-                self._save(saver, done)
+                self._save(saver, done, bits)
             if result.wants_to_stop:
                 return Outcome(done, None, is_interrupted=True)
         # A run that was finished before has its row already.
@@ -248,14 +278,15 @@ class _Run:
         if train.eval_every != "none":
             bits = self._evaluate(done, sinks if first < done else None)
         if first < done:
-            self._save(saver, done)
+            self._save(saver, done, bits)
         return Outcome(done, bits, is_interrupted=False)
 
     def _evaluate(self, step: int, sinks: Sink | None) -> float | None:
-        trainer = self.trainer
+        trainer, start = self.trainer, time.perf_counter()
         bits = evaluate(trainer.model, trainer.groups, self.prepared.held_out, self.config)
         if sinks is not None and bits is not None:
-            sinks.write({"step": step, "bits_per_byte": bits})
+            taken_s = time.perf_counter() - start
+            sinks.write({"step": step, "bits_per_byte": bits, "eval_s": taken_s})
         return bits
 
     def _check_finite(self, result: StepResult, saver: Saver) -> None:
@@ -269,9 +300,11 @@ class _Run:
         self.not_finite.record_not_finite(int(row["step"]), row["loss"], row["grad_norm"], culprit)
         row["skipped"] = self.not_finite.skipped
 
-    def _save(self, saver: Saver, step: int) -> None:
+    def _save(self, saver: Saver, step: int, bits: float | None) -> None:
         progress = Progress(step, self.not_finite.skipped, self.trainer.rewarm)
         state = {"identity": self.identity, **progress.state(self.config.train)}
+        if bits is not None and math.isfinite(bits):
+            state["bits_per_byte"] = bits
         saver.save(step, self.trainer.shard_views(), state)
 
 

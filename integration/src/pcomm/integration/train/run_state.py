@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,17 @@ from pcomm.core import Collectives
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint, newest
 from pcomm.integration.checkpoint.saver import NotFiniteError, is_finite
-from pcomm.integration.config.sections import TrainConfig
+from pcomm.integration.config.sections import Config, Dtype, TrainConfig, given
+from pcomm.integration.precision import faster_dtype
 
-__all__ = ["NotFiniteSteps", "Progress", "Rewarm", "first_not_finite", "learning_rate"]
+__all__ = ["NotFiniteSteps", "Progress", "Rewarm", "chosen_dtype", "first_not_finite"]
+__all__ += ["learning_rate"]
 
 _log = logging.getLogger("pcomm.train")
+
+# What decides the learning rate of a step.
+_SCHEDULE: tuple[str, ...] = ("learning_rate", "schedule", "steps", "warmup_steps")
+_SCHEDULE += ("min_learning_rate_ratio", "decay_steps", "decay_type")
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,11 @@ class Progress:
             "last": learning_rate(config, self.step - 1, self.rewarm),
             # What this configuration would do next: another one is recognised by it.
             "next": learning_rate(config, self.step, self.rewarm),
-            "steps": config.steps,
+            **{key: getattr(config, key) for key in _SCHEDULE},
         }
         rewarm = None if self.rewarm is None else list(self.rewarm)
-        return {"skipped": self.skipped, "learning_rate": rates, "rewarm": rewarm}
+        state = {"skipped": self.skipped, "learning_rate": rates, "rewarm": rewarm}
+        return {**state, "dtype": config.dtype}
 
     @classmethod
     def resumed(cls, checkpoint: Checkpoint, config: TrainConfig) -> Progress:
@@ -74,9 +81,14 @@ class Progress:
         coming = learning_rate(config, self.step, self.rewarm)
         if self.step >= config.steps or coming == rates["next"]:
             return self
-        last, steps = float(rates["last"]), rates.get("steps")
-        longer = f" (train.steps was {steps} and is {config.steps})"
-        changed = longer if steps != config.steps else ""
+        last = float(rates["last"])
+        now = {key: getattr(config, key) for key in _SCHEDULE if key in rates}
+        differing = [
+            f"train.{key} was {rates[key]} and is {value}"
+            for key, value in now.items()
+            if rates[key] != value
+        ]
+        changed = f" ({', '.join(differing)})" if differing else ""
         if config.rewarm_steps:
             _log.warning(
                 "the schedule of the learning rate has changed%s: it was %.3g, and follows the new "
@@ -95,6 +107,30 @@ class Progress:
                 changed,
             )
         return Progress(self.step, self.skipped)
+
+
+def chosen_dtype(
+    config: Config, run_dir: Path, device: torch.device, *, is_new: bool
+) -> tuple[Dtype, str]:
+    """What `train.dtype` asks for on this device, and why where `auto` has chosen. Local.
+
+    Args:
+        config: The configuration as the user wrote it.
+        run_dir: Folder of the run; what its newest checkpoint was trained in is kept.
+        device: Device of this process.
+        is_new: True if the run begins anew, whatever is in the folder.
+    """
+    dtype = config.train.dtype
+    if dtype != "auto":
+        return dtype, ""
+    before = None if is_new else newest(run_dir)
+    # What was converted has not been trained yet.
+    if before is not None and before.step:
+        # Checkpoints that say nothing are from before there was a choice.
+        return (
+            "bf16" if before.state().get("dtype") == "bf16" else "fp32"
+        ), "as in the newest checkpoint"
+    return faster_dtype(device, config.model.width)
 
 
 def _rewarm(value: object) -> Rewarm | bool | None:
@@ -136,26 +172,43 @@ def learning_rate(config: TrainConfig, step: int, rewarm: Rewarm | None = None) 
 
     Args:
         config: Rates, lengths and the schedule.
-        step: Number of the step, from 0; with a cosine the last step of the run has the minimum.
+        step: Number of the step, from 0; the last step of a run that decays has the minimum.
         rewarm: Place from which the rate moves in a straight line to that of the schedule, over
             `train.rewarm_steps`; None if it follows the schedule everywhere.
     """
-    rate = _scheduled(config, step)
+    rate = config.learning_rate * _scheduled(config, step)
     if rewarm is not None and 0 <= step - rewarm.step < config.rewarm_steps:
         share = (step - rewarm.step + 1) / config.rewarm_steps
         return rewarm.rate + (rate - rewarm.rate) * share
     return rate
 
 
+# What is left of the rate after a share of the decay.
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+
+
 def _scheduled(config: TrainConfig, step: int) -> float:
-    peak, warmup = config.learning_rate, config.warmup_steps
+    """The rate as a factor of its peak."""
+    warmup, schedule = config.warmup_steps, config.schedule
     if step < warmup:
-        return peak * (step + 1) / warmup
-    if config.schedule == "constant":
-        return peak
-    progress = (step - warmup + 1) / max(1, config.steps - warmup)
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    kind: str = schedule
+    length = config.steps - warmup
+    if schedule == "wsd":
+        kind, length = (
+            config.decay_type,
+            min(given(config.decay_steps, max(1, config.steps // 5)), length),
+        )
+    done = step + 1 - (config.steps - length)
+    left = _DECAYS[kind](min(1.0, max(0.0, done / max(1, length))))
     ratio = config.min_learning_rate_ratio
-    return peak * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return ratio + (1 - ratio) * left
 
 
 class NotFiniteSteps:

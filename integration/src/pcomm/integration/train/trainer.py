@@ -6,7 +6,6 @@ import ctypes
 import logging
 import math
 import os
-import resource
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -36,6 +35,7 @@ from pcomm.integration.parallelize import (
 from pcomm.integration.precision import autocast
 from pcomm.integration.replicas import DataParallel
 from pcomm.integration.train.run_state import Rewarm, first_not_finite, learning_rate
+from pcomm.integration.train.speed import Speed, peak_memory_mib
 from pcomm.ntp import NtpPlan
 
 __all__ = [
@@ -67,6 +67,8 @@ class Trainer:
         optimizer: Optimizer of the parameters of `replicas`; None for `adamw`.
         compares: False if context-parallel ranks need not compare their first batch.
         recorder: Recorder of the spans of forward, backward and the optimizer; None for no record.
+        peak_flops: Operations a second that all ranks together can do, of which the rows then tell
+            the share; None for no share.
 
     Attributes:
         replicas: The parameters that the optimizer changes, and the sum of their gradients.
@@ -85,11 +87,14 @@ class Trainer:
         optimizer: Optimizer | None = None,
         compares: bool = True,
         recorder: Recorder | None = None,
+        peak_flops: float | None = None,
     ) -> None:
         self._recorder = recorder or Recorder(is_on=False)
         self.model, self.groups, self.config, self.batches = model, groups, config, batches
         # Asked before a shard that is cut inside rows has lost its dimensions.
         decaying = names_that_decay(model)
+        flops = model.training_flops(config.train.sequence_length)
+        self._speed = Speed(config.train.global_batch_tokens, flops, peak_flops)
         self.replicas = replicas or share_gradients(model, config, groups, plan)
         self.optimizer = optimizer or adamw(
             self.replicas.named_parameters(), decaying, config.train
@@ -134,11 +139,11 @@ class Trainer:
         row = {
             "step": index + 1,
             "loss": agreed.nats / self.batches.num_targets(index),
-            "tokens_per_s": self.config.train.global_batch_tokens / elapsed_s,
-            "step_ms": elapsed_s * 1e3,
+            **self._speed.row(index, elapsed_s),
             "lr": rate,
             "grad_norm": float(norm),
             "memory_mib": memory_mib(self.model.device),
+            "peak_memory_mib": peak_memory_mib(self.model.device),
         }
         if num_layers := self._balanced_layers:
             # 1 where the experts of a layer get as many tokens each, more where tokens crowd.
@@ -177,10 +182,13 @@ class Trainer:
         nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         balance_loss = torch.zeros_like(nats)
         self.replicas.zero_grad()
+        self._speed.data_s = 0.0
         for micro in range(num_micro):
+            start = time.perf_counter()
             batch = self.batches.batch(
                 index, micro=micro, dp_rank=replica, dp_size=num_replicas, shares=shares
             )
+            self._speed.data_s += time.perf_counter() - start
             with self.replicas.accumulate(is_last=micro == num_micro - 1):
                 losses, balance = self._forward(batch)
                 if balance is not None:
@@ -375,7 +383,7 @@ def memory_mib(device: torch.device) -> float:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
         # No glibc of 2.33 or later: the most that it ever had is known everywhere.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        return peak_memory_mib(device)
     mallinfo.restype = _MallInfo
     numbers = mallinfo().numbers
     return float(numbers[_MAPPED] + numbers[_IN_USE]) / 2**20
