@@ -12,7 +12,7 @@ import torch
 from integration_support.short_runs import run_words, write_words
 from pcomm.integration import precision
 from pcomm.integration.config.rules import validate
-from pcomm.integration.config.sections import Config
+from pcomm.integration.config.sections import Config, TrainConfig
 from pcomm.integration.precision import faster_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -63,8 +63,8 @@ def test_a_gpu_is_asked_without_what_it_emulates(has_bf16, monkeypatch):
 
 
 def test_without_a_device_auto_is_fp32():
-    assert Config().train.dtype == "auto"
-    assert validate(Config(), 1).train.dtype == "fp32"
+    assert Config().train.dtype == "fp32"
+    assert validate(Config(train=TrainConfig(dtype="auto")), 1).train.dtype == "fp32"
 
 
 def test_a_run_that_goes_on_keeps_the_format_that_it_began_with(tmp_path, monkeypatch, caplog):

@@ -61,14 +61,13 @@ def moe() -> Config:
 def tiny() -> Config:
     """The smallest GPT that still has every part: for tests, which run it for a few steps.
 
-    In fp32 on every processor. Two layers of width 32 with 4 query and 2 key heads, so that a
-    tensor-parallel degree of 2 divides everything.
+    Two layers of width 32 with 4 query and 2 key heads, so that a tensor-parallel degree of 2
+    divides everything.
     """
     return Config(
         model=ModelConfig(layers=2, width=32, heads=4, kv_heads=2, mlp_width=64),
         train=TrainConfig(
             steps=4,
-            dtype="fp32",
             sequence_length=32,
             global_batch_tokens=256,
             warmup_steps=2,

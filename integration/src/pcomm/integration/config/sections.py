@@ -367,7 +367,7 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the weights and the order of the documents."""
 
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """Compute type; bf16 is autocast over fp32. Shards are then gathered in bf16 where forward
     reads no more; gradients are always summed in fp32, since each sum in bf16 rounds again. auto:
     bf16 where the GPU or processor of every rank has instructions for it and a product is faster
