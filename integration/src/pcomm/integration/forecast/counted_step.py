@@ -243,6 +243,7 @@ class _FakeRank(FakeTensorMode):
     def __init__(self, watch: _Allocations, events: list[Event]) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._watch, self._events = watch, events
+        self._is_inside = False
 
     def __torch_dispatch__(
         self,
@@ -262,7 +263,14 @@ class _FakeRank(FakeTensorMode):
         elif func is aten.index_add_.default and not isinstance(args[0], FakeTensor):
             # How many tokens each expert gets is counted so.
             return _spread_evenly(args[0], args[2].numel())
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._is_inside:
+            # Of what makes shapes of an operation by other ones, which the real one does not do.
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._is_inside = True
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._is_inside = False
         self._watch.see(result)
         self._note(func, args, kwargs, given, result)
         return result

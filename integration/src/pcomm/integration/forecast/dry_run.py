@@ -1,4 +1,4 @@
-"""`pcomm train --dry-run`: what a run needs, on one screen, or the error with which it would end."""
+"""`pcomm train --dry-run`: what a run needs, on one screen, or the error that would end it."""
 
 from __future__ import annotations
 

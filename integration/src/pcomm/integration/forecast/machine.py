@@ -98,7 +98,7 @@ def read_cluster(path: Path) -> Machine:
             f"--cluster {path}",
             found=f"{type(error).__name__}: {error}",
             why="The file says in TOML what a rank computes and sends.",
-            fix="Write keys such as `bf16_tflops = 600.0`; docs/how-to/plan-a-run.md lists them.",
+            fix="Write keys such as `bf16_tflops = 600.0`; pcomm.integration.forecast.machine.Machine has them all.",
         ) from error
     return Machine(**found)
 
