@@ -76,8 +76,8 @@ def measured(config: Config, run_dir: Path) -> tuple[Memory, int, dict[str, int]
 def check(config: Config, run_dir: Path, rank: int = 0) -> None:
     memory, peak, counted, sent = measured(config, run_dir)
     if rank == 0:
-        # The goal is a tenth; it was within a hundredth.
-        assert memory.peak == pytest.approx(peak, rel=0.03)
+        # The goal is a tenth; where parameters stay gathered (ZeRO-1), a buffer lives a little longer.
+        assert memory.peak == pytest.approx(peak, rel=0.05)
         assert {key: num for key, num in counted.items() if num} == sent
 
 

@@ -98,7 +98,7 @@ def read_cluster(path: Path) -> Machine:
             f"--cluster {path}",
             found=f"{type(error).__name__}: {error}",
             why="The file says in TOML what a rank computes and sends.",
-            fix="Write keys such as `bf16_tflops = 600.0`; pcomm.integration.forecast.machine.Machine has them all.",
+            fix="Write keys such as `bf16_tflops = 600.0`; an empty file names all it needs.",
         ) from error
     return Machine(**found)
 
