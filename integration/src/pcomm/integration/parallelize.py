@@ -5,7 +5,7 @@ Where ranks are missing, a plan of pcomm-ntp says who holds what: see `planned_g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -63,18 +63,25 @@ def topology_of(parallel: ResolvedParallel) -> Topology:
     return topology.view("expert", {"outer": holders // inner, "inner": inner, "ep": parallel.ep})
 
 
-def open_run_groups(config: Resolved, world: World) -> Groups:
+def open_run_groups(
+    config: Resolved, world: World, *, open_with: Callable[..., Groups] = open_groups
+) -> Groups:
     """Step 2: every group that a run uses. Collective over all ranks.
 
     Gathers, sums of gradients, what layers exchange, control and checkpoints have communicators of
     their own, so that none queues behind another. A group of one rank has no communicator.
+
+    Args:
+        config: The validated configuration.
+        world: All processes.
+        open_with: What takes the place of `open_groups`, where no rank is to be met.
     """
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     if (plan := plan_of(config)) is not None:
         # Processes are numbered without the failed ranks, and groups run along no axes.
         ranks = used_ranks(plan)
         specs = numbered((*group_specs(plan, _ROLES), *grad_groups(plan)), ranks)
-        flat = open_groups(Topology({"process": world.size}), specs, backend=backend)
+        flat = open_with(Topology({"process": world.size}), specs, backend=backend)
         names = group_names(plan, ranks[world.rank], PLANNED_NAMES)
         return flat.relabelled(names, dict(enumerate(ranks)))
     wanted: list[str | tuple[str, str] | GroupSpec] = ["tp", "cp", ALL_RANKS]
@@ -82,7 +89,7 @@ def open_run_groups(config: Resolved, world: World) -> Groups:
     if config.model.experts:
         wanted += ["expert.ep", SAME_ROWS, *_keys_of_roles("expert")]
     wanted += [GroupSpec(ALL_RANKS, role, backend="gloo") for role in _ROLES]
-    return open_groups(topology_of(config.parallel), wanted, backend=backend)
+    return open_with(topology_of(config.parallel), wanted, backend=backend)
 
 
 def _keys_of_roles(view: str) -> list[tuple[str, str]]:

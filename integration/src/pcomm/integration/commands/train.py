@@ -34,7 +34,7 @@ class TrainCommand:
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """`--config`, `--set`, `--ranks`, `--out`, `--restart`, `--trace`."""
+        """`--config`, `--set`, `--ranks`, `--out`, `--restart`, `--dry-run` and more."""
         parser.add_argument(
             "--config", type=Path, metavar="FILE", help="a TOML file (default: none)"
         )
@@ -69,6 +69,18 @@ class TrainCommand:
             "nothing)",
         )
         parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="say what the run needs (memory, traffic, time), or why it is refused; start none",
+        )
+        parser.add_argument(
+            "--cluster",
+            type=Path,
+            metavar="FILE",
+            help="with --dry-run: a TOML file of what ranks compute and send; without it this "
+            "machine is measured",
+        )
+        parser.add_argument(
             "--resilient",
             action="store_true",
             help="go on with the ranks that are left when some of --ranks N die (default: end)",
@@ -89,6 +101,7 @@ class TrainCommand:
         from pcomm.integration.train.interrupt import terminate_as_interrupt
 
         _check_resilient(arguments)
+        _check_dry_run(arguments)
         if arguments.join is not None:
             with terminate_as_interrupt():
                 return _joined(arguments)
@@ -98,6 +111,19 @@ class TrainCommand:
         world_size = _world_size(arguments.ranks)
         if not arguments.resilient:
             validate(config, world_size)
+        if arguments.dry_run:
+            # Imported late: until here a mistake is reported without waiting for torch.
+            from pcomm.integration.forecast.dry_run import dry_run
+
+            needs = dry_run(
+                config,
+                arguments.out,
+                world_size,
+                must_restart=arguments.restart,
+                cluster=arguments.cluster,
+            )
+            print(needs)
+            return 0
         of_rank = (config, arguments.out, arguments.restart, _trace_file(arguments.trace))
         try:
             with terminate_as_interrupt():
@@ -176,6 +202,19 @@ def _check_resilient(arguments: argparse.Namespace) -> None:
     else:
         return
     raise ConfigError("pcomm train --resilient", found=found, why=why, fix=fix)
+
+
+def _check_dry_run(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    if arguments.cluster is not None and not arguments.dry_run:
+        found, why = "no --dry-run", "The file says for which machines a time is predicted."
+        fix = "Add --dry-run, or leave --cluster away."
+    elif arguments.dry_run and arguments.resilient:
+        found, why = "--resilient", "The step of a run whose ranks may die is not counted."
+        fix = "Leave --resilient away to count the run of the same ranks without it."
+    else:
+        return
+    raise ConfigError("pcomm train --dry-run", found=found, why=why, fix=fix)
 
 
 def _train_local(ranks: int, of_rank: tuple[Config, Path, bool, Path | None]) -> int:

@@ -125,6 +125,13 @@ class Trainer:
         row = self.row(index, agreed, norm, rate, time.perf_counter() - start)
         return StepResult(row, agreed.wants_to_stop, agreed.is_finite)
 
+    def change(self, index: int) -> None:
+        """`step`, of which nothing is read: for tensors without values. Collective."""
+        self.accumulate(index)
+        norm = self.replicas.finish()
+        self.set_learning_rate(index)
+        self._update(norm)
+
     def set_learning_rate(self, index: int) -> float:
         """Give the optimizer the learning rate of step `index`, and return it. Local."""
         rate = learning_rate(self.config.train, index, self.rewarm)

@@ -170,13 +170,13 @@ def _check_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
 def _check_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Parameters share no memory with each other, nor with what else a module holds. Local."""
     end, owner = 0, ""
-    ranges = [(*_extent(p), name) for name, p in parameters.items() if p.numel() and not p.is_meta]
+    ranges = [(*_extent(p), name) for name, p in parameters.items() if p.numel() and _has_memory(p)]
     for begin, stop, name in sorted(ranges):
         if begin < end:
             raise _shared(name, f"parameter {owner!r}")
         end, owner = stop, name
     storages = {
-        p.untyped_storage().data_ptr(): name for name, p in parameters.items() if not p.is_meta
+        p.untyped_storage().data_ptr(): name for name, p in parameters.items() if _has_memory(p)
     }
     ids = {id(parameter): name for name, parameter in parameters.items()}
     for module_name, module in model.named_modules():
@@ -191,10 +191,15 @@ def _check_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> N
                     continue
                 found = ids.get(id(leaf))
                 if found is None and leaf.numel() and leaf.layout == torch.strided:
-                    place = 0 if leaf.is_meta else leaf.untyped_storage().data_ptr()
+                    place = leaf.untyped_storage().data_ptr() if _has_memory(leaf) else 0
                     found = storages.get(place)
                 if found is not None:
                     raise _shared(found, f"{attribute} of module {module_name or '(root)'!r}")
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether there are addresses to compare: on the meta device, and of fake tensors, are none."""
+    return x.untyped_storage().device.type != "meta"
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

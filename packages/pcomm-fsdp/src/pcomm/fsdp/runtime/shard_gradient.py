@@ -258,12 +258,14 @@ class ShardGradient(ShardTensor):
 def mark_shard(gradient: Tensor, origin: ShardGroups, index: int) -> Tensor:
     """The same memory as a `ShardGradient`; the gradient itself in a model of one rank. Local.
 
+    A gradient without values, on the meta device or a fake tensor, has nothing to guard.
+
     Args:
         gradient: This rank's shard.
         origin: The groups that hold the other shards.
         index: Index of its parameter in the parameter group.
     """
-    if not origin.has_peers:
+    if not origin.has_peers or gradient.untyped_storage().device.type == "meta":
         return gradient
     return _marked(gradient, weakref.ref(origin), is_entire=origin.is_entire(index))
 

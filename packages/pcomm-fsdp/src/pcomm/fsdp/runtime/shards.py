@@ -138,9 +138,9 @@ class ParamShard:
 
     def _holds_gradients(self, flat: Tensor) -> bool:
         """True if every gradient is a view of `flat`."""
-        storage = flat.untyped_storage().data_ptr()
+        storage = flat.untyped_storage()._cdata
         return all(
-            parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() == storage
+            parameter.grad is not None and parameter.grad.untyped_storage()._cdata == storage
             for parameter in self.parameters
         )
 
