@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -121,8 +122,8 @@ def measured_machine(num_ranks: int, width: int) -> Machine:
         for dtype in (torch.float32, torch.bfloat16):
             left = torch.ones(_ROWS, width, dtype=dtype)
             right = torch.ones(width, 4 * width, dtype=dtype)
-            least = _typical_s(lambda left=left, right=right: left @ right) / threads
-            rates.append(2 * _ROWS * width * 4 * width / least / 1e12)
+            taken_s = _typical_s(partial(torch.matmul, left, right)) / threads
+            rates.append(2 * _ROWS * width * 4 * width / taken_s / 1e12)
         vector, number = torch.zeros(_NUMBERS), torch.zeros(1)
         silu_s = _typical_s(lambda: torch.nn.functional.silu(vector)) / threads
         tiny_s = _typical_s(lambda: [number.add(1) for _ in range(_REPEATS)]) / _REPEATS
