@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pcomm.core import Collectives, Group, Groups, GroupSpec, Topology
-from pcomm.core.collectives.checks import gather_sizes, scatter_sizes, transfer_sizes
-from pcomm.core.collectives.protocol import Call, Pending
+from pcomm.core.collectives import Call, Pending, gather_sizes, scatter_sizes, transfer_sizes
 from pcomm.core.control import Control
 from pcomm.core.process import World
 

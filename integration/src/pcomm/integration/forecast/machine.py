@@ -18,8 +18,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.simulate import Cluster, Rail, SimulatedCommunicator, Task, simulate
-from pcomm.core.simulate.program import Kind
+from pcomm.core.simulate import Cluster, Kind, Rail, SimulatedCommunicator, Task, simulate
 from pcomm.integration.config.sections import Size, Text, section
 from pcomm.integration.forecast.counted_step import Computed, CountedStep
 from pcomm.integration.forecast.lone_rank import Sent

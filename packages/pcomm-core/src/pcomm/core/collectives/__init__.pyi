@@ -1,5 +1,8 @@
 from pcomm.core.collectives.autograd import differentiable as differentiable
 from pcomm.core.collectives.autograd import with_adjoint as with_adjoint
+from pcomm.core.collectives.checks import gather_sizes as gather_sizes
+from pcomm.core.collectives.checks import scatter_sizes as scatter_sizes
+from pcomm.core.collectives.checks import transfer_sizes as transfer_sizes
 from pcomm.core.collectives.distributed import DistributedCollectives as DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives as IdentityCollectives
 from pcomm.core.collectives.instrumented import InstrumentedCollectives as InstrumentedCollectives

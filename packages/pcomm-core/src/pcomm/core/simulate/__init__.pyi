@@ -5,6 +5,7 @@ from pcomm.core.simulate.engine import Timeline as Timeline
 from pcomm.core.simulate.engine import simulate as simulate
 from pcomm.core.simulate.program import Algorithm as Algorithm
 from pcomm.core.simulate.program import Cluster as Cluster
+from pcomm.core.simulate.program import Kind as Kind
 from pcomm.core.simulate.program import Rail as Rail
 from pcomm.core.simulate.program import SimulatedCommunicator as SimulatedCommunicator
 from pcomm.core.simulate.program import Task as Task
