@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core_bench.runner import Row, compare, run_benchmark, time_cases
+from core_bench.rows import Row
+from core_bench.runner import compare, run_benchmark, time_cases
 from pcomm.core import Groups, run_local
 from pcomm.core.collectives import DistributedCollectives
 from pcomm.core.testing import assert_equal

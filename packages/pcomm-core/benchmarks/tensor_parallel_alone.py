@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from core_bench.runner import Row, compare, run_benchmark, time_cases
+from core_bench.rows import Row
+from core_bench.runner import compare, run_benchmark, time_cases
 from pcomm.core import IdentityCollectives, Layout
 from pcomm.core.tensor_parallel import (
     ColumnParallelLinear,

@@ -170,7 +170,12 @@ def _remove_leftovers() -> list[str]:
         match = _NAME.fullmatch(path.name)
         if match is not None and not Path("/proc", match[1]).exists():
             # Another process may have been quicker.
-            subprocess.run(["ip", "netns", "delete", path.name], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", path.name],
+                capture_output=True,
+                check=False,
+                env=_programs(),
+            )
             removed.append(path.name)
     return removed
 
@@ -180,8 +185,14 @@ def _missing() -> str:
         return f"this is {sys.platform}, not Linux"
     if os.geteuid() != 0:
         return f"user {os.geteuid()}, not root"
-    absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
-    return f"no program {' or '.join(absent)}" if absent else ""
+    path = _programs()["PATH"]
+    absent = [program for program in ("ip", "tc") if shutil.which(program, path=path) is None]
+    return f"no program {' or '.join(absent)} in {path}" if absent else ""
+
+
+def _programs() -> dict[str, str]:
+    """The environment with the folders of iproute2 on the PATH, which shells of users leave out."""
+    return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
 
 
 def _refused(asked: str, reason: str) -> UnsupportedError:
@@ -189,7 +200,8 @@ def _refused(asked: str, reason: str) -> UnsupportedError:
         asked,
         found=reason,
         why="Network namespaces with rate-limited links are made by iproute2, as root on Linux.",
-        fix="Run as root with CAP_NET_ADMIN and CAP_SYS_ADMIN, and install the package iproute2.",
+        fix="Run as root with CAP_NET_ADMIN and CAP_SYS_ADMIN, with the package iproute2 "
+        "installed.",
     )
 
 
@@ -202,6 +214,7 @@ def _start_sweeper(names: Sequence[str]) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        env=_programs(),
     )
 
 
@@ -239,7 +252,7 @@ def _build(network: RatedNetwork) -> None:
 
 def _run(command: Sequence[str], lines: Sequence[str] = ()) -> None:
     text = "".join(f"{line}\n" for line in lines)
-    subprocess.run(command, input=text, text=True, capture_output=True, check=True)
+    subprocess.run(command, input=text, text=True, capture_output=True, check=True, env=_programs())
 
 
 def _enter(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""The one runner of benchmarks: options, turns, rows of a CSV, tables and pictures.
+"""The one runner of benchmarks: options, turns, and what becomes of the rows.
 
 A benchmark is a dataclass of settings, a function that measures with them, and a `Benchmark` around
 both, which is the `command` that `pcomm bench` finds. torch and matplotlib are imported when
@@ -8,23 +8,18 @@ something is measured or drawn, so that options can be listed without them.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from core_bench.pictures import Picture, draw
+from core_bench.rows import Row, load_rows, row, save_rows
+from core_bench.tables import differences, lines_of, tables
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
 
 if TYPE_CHECKING:
@@ -35,6 +30,8 @@ T = TypeVar("T")
 
 NOT_HERE = 77
 """Exit code of a benchmark that this machine cannot run; automake's for a skipped test."""
+
+_QUICK = "small sizes and few rounds; the figures mean little"
 
 
 # -- a benchmark as a command ----------------------------------------------------------------
@@ -53,14 +50,13 @@ def option(
 
 @dataclass(frozen=True)
 class Results:
-    """What was measured: rows, the same for a reader, and what draws a picture to a path.
+    """What was measured: rows, and the same for a reader.
 
     `text` is empty where `measure` has printed as it went; `code` is that of the program.
     """
 
     rows: Sequence[Row]
     text: str
-    draw: Callable[[Path], None] | None = None
     code: int = 0
 
 
@@ -74,8 +70,7 @@ class Benchmark:
         settings: Settings without options, an instance of a dataclass, which checks itself.
         measure: From settings to results; None on ranks that only take part. It imports torch.
         quick: Settings of `--quick`; None for a benchmark without.
-        rows: Source of the rows that are replaced in the CSV, for the help.
-        picture: Subject of the picture, for the help; empty for none.
+        pictures: What `--plot` draws from the rows.
     """
 
     name: str
@@ -83,8 +78,7 @@ class Benchmark:
     settings: Any
     measure: Callable[[Any], Results | None]
     quick: Any = None
-    rows: str = "this benchmark"
-    picture: str = ""
+    pictures: Sequence[Picture] = ()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -98,26 +92,34 @@ class Benchmark:
             else:
                 shown = words if parse else f"{words} ({','.join(map(str, default))})"
                 parser.add_argument(_flag(one), metavar=metavar or "N,N", help=shown)
-        if self.quick is not None:
-            parser.add_argument("--quick", action="store_true", help="in seconds, for no figures")
         add = parser.add_argument
-        add("--csv", type=Path, metavar="FILE", help=f"replace the rows of {self.rows} there")
-        if self.picture:
-            add("--plot", type=Path, metavar="FILE", help=f"draw {self.picture} as a PNG")
+        if self.quick is not None:
+            add("--quick", action="store_true", help=f"see it work: {_QUICK}")
+        add("--csv", type=Path, metavar="FILE", help="write the rows there, in place of older ones")
+        add("--plot", type=Path, metavar="DIR", help="draw the pictures of the rows there, as PNGs")
+        help = "show how the rows differ from those of an earlier --csv"
+        add("--compare", type=Path, metavar="FILE", help=help)
+        help = "measure nothing: take the rows of an earlier --csv"
+        add("--from", type=Path, metavar="FILE", dest="source", help=help)
 
     def settings_of(self, arguments: argparse.Namespace) -> Any:
         """The settings that the options ask for; what they refuse is a `ConfigError`."""
         base = self.quick if getattr(arguments, "quick", False) else self.settings
         given = {one: getattr(arguments, one.name) for one in self._options()}
-        changes = {one.name: self._read(one, x) for one, x in given.items() if x is not None}
+        changes = {one.name: self._value(one, x) for one, x in given.items() if x is not None}
         return replace(base, **changes)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print tables, and write what was asked for."""
         settings = self.settings_of(arguments)
-        if self.picture and arguments.plot is not None:
-            check_can_plot(self.name)
-        found = self.measure(settings)
+        if arguments.plot is not None:
+            check_can_plot(self.name, self.pictures)
+        earlier = None if arguments.compare is None else self._read(arguments.compare, "--compare")
+        if arguments.source is not None:
+            rows = self._read(arguments.source, "--from")
+            found: Results | None = Results(rows, "\n".join(tables(rows)))
+        else:
+            found = self.measure(settings)
         if found is None:
             return 0
         if found.text:
@@ -125,15 +127,34 @@ class Benchmark:
         if arguments.csv is not None and found.rows:
             save_rows(arguments.csv, found.rows)
             print(f"rows: {arguments.csv}")
-        if found.draw is not None and getattr(arguments, "plot", None) is not None:
-            found.draw(arguments.plot)
-            print(f"picture: {arguments.plot}")
+        if earlier is not None:
+            print("\n".join(differences(found.rows, earlier)))
+        note = _QUICK if getattr(arguments, "quick", False) else ""
+        for one in self.pictures if arguments.plot is not None else ():
+            path = draw(one, found.rows, arguments.plot, note)
+            print(f"picture: {path or f'none of {one.name}, for want of rows'}")
         return found.code
+
+    def _read(self, path: Path, option: str) -> list[Row]:
+        """The rows of this benchmark in a CSV; anything else is a `ConfigError`."""
+        try:
+            rows = [row for row in load_rows(path) if row.benchmark.split()[0] == self.name]
+            problem = "" if rows else "no rows of this benchmark"
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise ConfigError(
+                f"pcomm bench {self.name} {option} {path}",
+                found=problem,
+                why="The option takes rows that the same benchmark has written.",
+                fix=f"Write some: `pcomm bench {self.name} --csv {path}`.",
+            )
+        return rows
 
     def _options(self) -> list[Any]:
         return [one for one in fields(self.settings) if "option" in one.metadata]
 
-    def _read(self, one: Any, given: Any) -> object:
+    def _value(self, one: Any, given: Any) -> object:
         _, _, parse = one.metadata["option"]
         if parse is not None or not isinstance(given, str):
             return parse(given) if parse is not None else given
@@ -194,8 +215,15 @@ def check_rounds(benchmark: str, rounds: int, *, fewest: int, better: int) -> No
         )
 
 
-def check_can_plot(benchmark: str) -> None:
-    """Refuse `--plot` without matplotlib, before minutes of measuring."""
+def check_can_plot(benchmark: str, pictures: Sequence[Picture]) -> None:
+    """Refuse `--plot` without matplotlib or pictures, before minutes of measuring."""
+    if not pictures:
+        raise ConfigError(
+            f"pcomm bench {benchmark} --plot",
+            found="a benchmark without pictures",
+            why="Its rows answer no question that a picture would show better.",
+            fix="Leave --plot out.",
+        )
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
             f"pcomm bench {benchmark} --plot",
@@ -221,7 +249,7 @@ def run_benchmark(description: str | None, measure: Callable[[], Sequence[Row]])
     except UnsupportedError as error:
         print(f"UnsupportedError: {error}", file=sys.stderr)
         sys.exit(NOT_HERE)
-    print("\n".join(lines_of(rows, width=58)))
+    print("\n".join(lines_of(rows)))
     if arguments.csv is not None:
         save_rows(arguments.csv, rows)
 
@@ -338,81 +366,6 @@ def _seconds(run: Callable[[], object], calls: int, clock: Callable[[], float]) 
     return (clock() - start) / calls
 
 
-# -- rows ------------------------------------------------------------------------------------
-
-
-@cache
-def _processor() -> str:
-    """The name of the processor, as the system gives it."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-@cache
-def _commit() -> str:
-    """The commit of the working folder, with a + where files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _command() -> str:
-    """How the program was called, without the folders of this machine."""
-    program = os.path.relpath(sys.argv[0])
-    # What was installed is found by its name; where it lies is left out.
-    is_installed = program.startswith(os.pardir)
-    words = [os.path.basename(program)] if is_installed else ["python", program]
-    return shlex.join([*words, *sys.argv[1:]])
-
-
-def _version_of_torch() -> str:
-    import torch
-
-    return torch.__version__
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measured value and where it was measured: one line of a file in `docs/benchmarks`.
-
-    `ratio` is the value over that of another case of the same run, `ratio_to`; it is None, and that
-    empty, where there is nothing to compare with. `rounds` is the number of rounds behind them.
-    """
-
-    benchmark: str
-    case: str
-    value: float
-    unit: str
-    ratio_to: str
-    ratio: float | None
-    rounds: int
-    hardware: str = field(default_factory=_processor)
-    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
-    python: str = field(default_factory=platform.python_version)
-    torch: str = field(default_factory=_version_of_torch)
-    commit: str = field(default_factory=_commit)
-    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
-    command: str = field(default_factory=_command)
-
-
-def row(
-    benchmark: str,
-    case: str,
-    value: float,
-    unit: str,
-    rounds: int = 1,
-    *,
-    beside: tuple[str, float] | None = None,
-) -> Row:
-    """A row with a rounded value, and the ratio to another case that `beside` names."""
-    ratio_to, ratio = ("", None) if beside is None else (beside[0], round(beside[1], 3))
-    return Row(benchmark, case, round(value, 3), unit, ratio_to, ratio, rounds)
-
-
 def compare(benchmark: str, ours: Timing, bare: Timing) -> list[Row]:
     """The bare call, ours as a ratio to it, and how much longer ours takes in two readings."""
     rounds, faster = len(ours.rounds_us), ours.fastest_us - bare.fastest_us
@@ -430,101 +383,3 @@ def beside_first(benchmark: str, timings: Mapping[str, Timing]) -> list[Row]:
     bare, *others = timings.values()
     rows = [row(benchmark, bare.case, bare.median_us, "us", len(bare.rounds_us))]
     return [*rows, *(compare(benchmark, one, bare)[1] for one in others)]
-
-
-def save_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Put `rows` into the CSV at `path`, in place of the rows of the same benchmarks."""
-    names = [column.name for column in fields(Row)]
-    kept: list[dict[str, object]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            replaced = {row.benchmark for row in rows}
-            kept = [row for row in csv.DictReader(file) if row["benchmark"] not in replaced]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted([*kept, *map(asdict, rows)], key=lambda row: str(row["benchmark"])))
-
-
-# -- for a reader ----------------------------------------------------------------------------
-
-
-def lines_of(rows: Sequence[Row], *, width: int = 72) -> Iterator[str]:
-    """A line for each row."""
-    for one in rows:
-        ratio = "" if one.ratio is None else f"  {one.ratio:.3f} x {one.ratio_to}"
-        yield f"{one.case:<{width}} {one.value:>9.3f} {one.unit}{ratio}"
-
-
-def table(lines: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
-    """Columns as wide as their cells: the first one to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield indent + "  ".join(cells).rstrip()
-
-
-def grid(rows: Sequence[Row], *, indent: str = "  ", turned: bool = False) -> Iterator[str]:
-    """A table of rows of one unit, whose names are `case @ place`: a column for each place.
-
-    With `turned` there is a line for each place, where there are many of them.
-    """
-    values = {tuple(one.case.split(" @ ")): f"{one.value:.4g}" for one in rows}
-    cases = dict.fromkeys(case for case, _ in values)
-    places = dict.fromkeys(place for _, place in values)
-    lines = [[case, *(values.get((case, place), "-") for place in places)] for case in cases]
-    lines = [["", *places], *lines]
-    return table([[*one] for one in zip(*lines, strict=True)] if turned else lines, indent=indent)
-
-
-def tables(rows: Sequence[Row], *, turned: bool = False) -> Iterator[str]:
-    """For each unit a grid of the rows that have a place, and a line for each other one."""
-    for unit in dict.fromkeys(one.unit for one in rows):
-        these = [one for one in rows if one.unit == unit]
-        placed = [one for one in these if " @ " in one.case]
-        yield from ("", f"{unit}:")
-        yield from grid(placed, turned=turned) if placed else ()
-        yield from lines_of([one for one in these if one not in placed])
-
-
-@contextmanager
-def picture(
-    image: Path,
-    *,
-    columns: int,
-    rows: int = 1,
-    size: tuple[float, float] = (5.2, 4.4),
-    sharey: bool = False,
-) -> Iterator[Any]:
-    """A block that draws on `panels[row][column]`, each of `size` inches, for the PNG `image`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((columns * size[0], rows * size[1]), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    yield figure.subplots(rows, columns, squeeze=False, sharey=sharey)
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, format="png")
-
-
-def draw_lines(
-    panel: Any,
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    x: str,
-    y: str,
-    styles: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Points by the name of their line, both axes logarithmic; styles are those of matplotlib."""
-    for name, points in lines.items():
-        style = {"marker": "o", "markersize": 4, **(styles or {}).get(name, {})}
-        panel.plot([a for a, _ in points], [b for _, b in points], label=name, **style)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.xaxis.set_major_formatter("{x:g}")
-    panel.set_xlabel(x)
-    panel.set_ylabel(y)
-    panel.grid(alpha=0.3)
-    panel.legend(frameon=False, fontsize=7)

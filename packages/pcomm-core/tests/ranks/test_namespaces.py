@@ -35,7 +35,11 @@ def present(prefix: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("_can_make_links")
-def test_namespaces_are_there_within_the_block_and_gone_after_it() -> None:
+def test_namespaces_are_there_within_the_block_and_gone_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What a user's shell has; Debian's `tc` is elsewhere.
+    monkeypatch.setenv("PATH", "/usr/local/bin:/usr/bin:/bin")
     with rated_network(2, num_rails=2, mbit_per_s=400.0) as network:
         assert present(network.prefix) == set(network.namespaces)
         assert len(network.namespaces) == 3

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import pcomm.core.process.world
 from core_bench.rated_network import RatedNetwork, obstacle, rated_network
+from core_support.hosts import ADDRESS, on_host
 from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.process.world import World, _wait_for_all_to_leave, connect
 from pcomm.core.testing.on_ranks import ranks
@@ -245,12 +246,6 @@ def test_torchrun_joins_two_processes(tmp_path: Path, program: Path, programs: P
     assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
 
 
-# A host of its own: a network, a name, and Debian's /etc/hosts, which gives that name to loopback.
-AS_HOST = """\
-hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"
-"""
-
-
 class TwoHosts:
     """Rank 0 and rank 1 on hosts of their own, whose names resolve to 127.0.1.1."""
 
@@ -259,15 +254,12 @@ class TwoHosts:
 
     def start(self, rank: int, *words: object, **more: str) -> subprocess.Popen[str]:
         """`words` as that rank. The address of rank 0 is the same on both."""
-        hosts = self.folder / f"hosts{rank}"
-        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{rank}\n")
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29512", "LOCAL_RANK": "0"}
-        inside = ["nsenter", f"--net=/run/netns/{self.network.namespaces[rank]}"]
-        inside += ["unshare", "--mount", "--uts", "sh", "-c", AS_HOST, "sh", f"host{rank}"]
+        place |= {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29512", "LOCAL_RANK": "0"}
         env = {**environment(self.folder), "GLOO_SOCKET_IFNAME": "", **place, **more}
         env = {name: value for name, value in env.items() if name != "GLOO_SOCKET_IFNAME" or value}
-        return self.programs.start(*inside, hosts, *words, env=env)
+        host = on_host(self.network, rank, self.folder)
+        return self.programs.start(*host, *words, env=env)
 
 
 @pytest.fixture

@@ -60,12 +60,27 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("checkout")
-def test_without_a_name_it_lists_and_imports_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_it_lists_what_they_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "  broken    cannot be loaded",
+        "  counting  counts to a number",
+        "  toy-cars  counts to a number",
+    ]
     assert cli.main(["bench"]) == 0
-    shown = capsys.readouterr().out
-    assert shown == "benchmarks of this checkout:\n  broken\n  counting\n  toy-cars\n"
-    assert cli.main(["bench", "toy-cars", "--up-to", "2"]) == 7
-    assert capsys.readouterr().out == "0 1\n"
+    assert capsys.readouterr().out.splitlines() == ["benchmarks of this checkout:", *lines]
+    assert cli.main(["bench", "--help"]) == 0
+    assert "\n".join(lines) in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("checkout")
+def test_several_run_with_the_same_options_if_all_know_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["bench", "toy-cars", "counting", "--up-to", "2"]) == 7
+    assert capsys.readouterr().out == "0 1\n0 1\n"
+    for words in (["counting", "countin"], ["counting", "broken"], ["counting", "--quick"]):
+        assert cli.main(["bench", *words]) == 2
+        assert capsys.readouterr().out == "", "one ran before the words of all were read"
 
 
 @pytest.mark.parametrize("words", [[], ["gdn-cp", "--quick"]])

@@ -39,5 +39,8 @@ def test_callers_can_catch_the_usual_python_errors() -> None:
 def test_near_misses_names_the_closest_first_or_else_all() -> None:
     assert near_misses("tpp", ["edp", "tp", "cp"]) == "Did you mean 'tp'?"
     assert near_misses("dp_cq", ["dp", "dp_cp"]) == "Did you mean 'dp_cp' or 'dp'?"
+    assert near_misses("lr", ["learning_rate", "layers"]) == "Did you mean 'learning_rate'?"
+    # Two of four letters are shared, and it is another word.
+    assert near_misses("list", ["plot", "chat"]) == "Known here: 'chat', 'plot'."
     assert near_misses("xyz", ["tp", "dp"]) == "Known here: 'dp', 'tp'."
     assert near_misses("xyz", []) == "Known here: nothing."

@@ -72,6 +72,20 @@ def test_two_collectives_share_a_rail_from_event_to_event() -> None:
     assert spans(simulate(late, two_queues()))["r"] == (1, 7)
 
 
+def test_where_the_processor_sends_computing_and_sending_share_it() -> None:
+    # Alone the gather takes 4 seconds, of which half the processor; computing takes all of it.
+    cluster = two_queues(processor_bytes_per_s=2.0)
+    both = on_both(gather("g", 4), compute("c", 2))
+    # At 2/3 of its rate each until 3; then 2 of the 4 seconds of the gather are left.
+    assert spans(simulate(both, cluster)) == {"g": (0, 5), "c": (0, 3)}
+    assert spans(simulate(both, two_queues())) == {"g": (0, 4), "c": (0, 2)}
+    one_by_one = on_both(gather("g", 4), compute("c", 2, "g"))
+    assert spans(simulate(one_by_one, cluster)) == {"g": (0, 4), "c": (4, 6)}
+    # A processor that is slower than the link decides, and computing waits for its half of it.
+    slow = two_queues(processor_bytes_per_s=0.5)
+    assert spans(simulate(both, slow)) == {"g": (0, 10), "c": (0, 4)}
+
+
 def test_half_duplex_adds_both_directions() -> None:
     one = on_both(gather("g", 3))
     assert simulate(one, two_queues(full_duplex=False)).makespan_s == 6
@@ -220,7 +234,7 @@ def test_a_deadlock_of_many_ranks_is_told_in_few_lines() -> None:
     ("programs", "error", "match"),
     [
         ({0: [compute("a", 1), compute("a", 1)]}, ConfigError, "two tasks named 'a'"),
-        ({0: [compute("ab", 1), compute("b", 1, "aa")]}, ConfigError, "mean 'ab'"),
+        ({0: [compute("ab", 1), compute("b", 1, "aa")]}, ConfigError, "Known here: 'ab', 'b'"),
         ({0: [gather("g", 1, queue="dp:gathr")]}, ConfigError, "mean 'dp:gather'"),
         ({2: [gather("g", 1)]}, TopologyError, "rank 2.*\n?.*none of its groups"),
         ({0: [gather("g", 1)]}, TopologyError, r"no program for ranks \[1\]"),

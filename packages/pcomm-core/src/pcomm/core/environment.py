@@ -16,13 +16,18 @@ from typing import Any, Final, Generic, TypeVar
 from pcomm.core.errors import ConfigError, near_misses
 
 __all__ = [
+    "CACHE",
     "LOCAL_RANKS",
     "LOG",
+    "RANKS",
     "RANKS_TIMEOUT_S",
+    "STORE",
     "TIMEOUT_S",
     "VARIABLES",
     "Variable",
+    "cache",
     "check",
+    "host_and_port",
     "local_rank",
     "log_level",
     "ranks_timeout_s",
@@ -70,12 +75,48 @@ def _place(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """The two parts of `HOST:PORT`, where an address of IPv6 is in brackets.
+
+    Raises:
+        ValueError: It is none.
+    """
+    host, _, port = text.rpartition(":")
+    inside = host[1:-1] if host.startswith("[") and host.endswith("]") else ""
+    if not (inside or (host and ":" not in host)) or not (port.isascii() and port.isdecimal()):
+        raise ValueError(text)
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(text)
+    return inside or host, int(port)
+
+
 def _level(text: str) -> str:
     if text not in _LEVELS:
         raise ValueError(text)
     return text
 
 
+def _folder(text: str) -> str:
+    if text not in ("auto", "none") and not os.path.isabs(text):
+        raise ValueError(text)
+    return text
+
+
+CACHE: Final = Variable(
+    name="PCOMM_CACHE",
+    accepts="a folder by its absolute path, `auto` or `none`",
+    default="auto",
+    parse=_folder,
+    meaning="Where tokens of texts are kept for other runs, if `data.cache` does not say it: "
+    "`auto` is `$XDG_CACHE_HOME/pcomm` or `~/.cache/pcomm`, `none` keeps none.",
+)
 LOG: Final = Variable(
     name="PCOMM_LOG",
     accepts="one of " + ", ".join(f"`{level}`" for level in _LEVELS),
@@ -98,7 +139,29 @@ RANKS_TIMEOUT_S: Final = Variable(
     meaning="Time limit of one test that runs on local ranks, on a machine that is not busy "
     "otherwise; then every rank's stack is shown.",
 )
-VARIABLES: Final[tuple[Variable[Any], ...]] = (LOG, TIMEOUT_S, RANKS_TIMEOUT_S)
+RANKS: Final = Variable[int | None](
+    name="PCOMM_RANKS",
+    accepts="a whole number from 1",
+    default=None,
+    parse=_count,
+    meaning="How many ranks a job has whose launcher does not say it: an indexed Kubernetes Job.",
+)
+STORE: Final = Variable[tuple[str, int] | None](
+    name="PCOMM_STORE",
+    accepts="`HOST:PORT`, an address of IPv6 in brackets",
+    default=None,
+    parse=host_and_port,
+    meaning="The store of a resilient run, as `pcomm store` tells its address; `--store` counts "
+    "before it.",
+)
+VARIABLES: Final[tuple[Variable[Any], ...]] = (
+    CACHE,
+    LOG,
+    RANKS,
+    STORE,
+    TIMEOUT_S,
+    RANKS_TIMEOUT_S,
+)
 
 
 def _local_rank_of(launcher: str, name: str) -> Variable[int | None]:
@@ -172,6 +235,11 @@ def check(environ: Mapping[str, str] | None = None) -> None:
         read(variable, present)
 
 
+def cache(environ: Mapping[str, str] | None = None) -> str:
+    """`PCOMM_CACHE`."""
+    return read(CACHE, environ)
+
+
 def log_level(environ: Mapping[str, str] | None = None) -> str:
     """`PCOMM_LOG`."""
     return read(LOG, environ)
@@ -202,4 +270,6 @@ def table() -> str:
 
 
 def _shown(default: object) -> str:
+    if default is None:
+        return "unset"
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -83,9 +83,14 @@ class PeerTimeoutError(PcommError, TimeoutError):
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the known words closest to `name`, for the last part of an error."""
+    """A sentence that names the known words closest to `name`, for the last part of an error.
+
+    Those of which `name` is the initials come first: `learning_rate` for `lr`.
+    """
     words = sorted(known)
-    close = difflib.get_close_matches(name, words, n=3, cutoff=0.5)
+    parts = {word: word.split("_") for word in words if "_" in word}
+    close = [word for word, own in parts.items() if name == "".join(part[:1] for part in own)]
+    close += difflib.get_close_matches(name, words, n=3, cutoff=0.55)
     if close:
-        return "Did you mean " + " or ".join(repr(word) for word in close) + "?"
+        return "Did you mean " + " or ".join(repr(word) for word in dict.fromkeys(close)) + "?"
     return "Known here: " + (", ".join(repr(word) for word in words) or "nothing") + "."

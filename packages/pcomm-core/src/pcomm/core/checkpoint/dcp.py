@@ -299,12 +299,23 @@ _METADATA = (
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 )
+
+
+def _memory_format(kind: object, name: str) -> object:
+    """A member of one enumeration, as Python 3.11.2 pickles it: by `getattr`, and its name."""
+    formats = metadata._MEM_FORMAT_ENCODING
+    if kind is not formats or name not in formats.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index does")
+    return formats[name]
+
+
 _DTYPES = tuple(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 _ALLOWED = MappingProxyType(
     {
         **{(metadata.__name__, name): getattr(metadata, name) for name in _METADATA},
         **{("torch", name): getattr(torch, name) for name in _DTYPES},
         ("torch", "Size"): torch.Size,
+        ("builtins", "getattr"): _memory_format,
         ("torch.serialization", "_get_layout"): _get_layout,
         (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
         # Where the checkpoint was written, which says nothing about where it is now.

@@ -125,8 +125,8 @@ def with_adjoints(
     Args:
         tensors: Any tensors.
         run: A linear operation; it is executed without recording.
-        adjoint: Its transpose, from the gradients of all results, with zeros for results that are
-            not used, to those of all tensors.
+        adjoint: Transpose of that operation, from the gradients of all results, with zeros for
+            results that are not used, to those of all tensors.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return run(*tensors)

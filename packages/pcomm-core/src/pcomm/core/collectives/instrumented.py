@@ -119,7 +119,9 @@ class SpyCollectives(InstrumentedCollectives):
 T = TypeVar("T")
 
 
-def interruptible(collectives: Collectives, failure: Callable[[], str | None]) -> Collectives:
+def interruptible(
+    collectives: Collectives, failure: Callable[[], str | None], *, is_aborted: bool = False
+) -> Collectives:
     """`collectives` whose operations are left when a rank fails; itself where there is one rank.
 
     Local. For all groups of a program:
@@ -131,10 +133,12 @@ def interruptible(collectives: Collectives, failure: Callable[[], str | None]) -
         failure: Function called every few milliseconds while an operation is in flight, on the
             thread that waits (in backward of tensors on a GPU that of autograd); the message of a
             rank that failed, or None. See `Pending.wait_or`.
+        is_aborted: True where the communicator is aborted once `failure` returns a message, as by
+            `Groups.abort_on`. A wait then orders the stream alone, and only the next call raises.
     """
     if collectives.size == 1:
         return collectives
-    return InterruptibleCollectives(collectives, failure)
+    return (_Aborted if is_aborted else InterruptibleCollectives)(collectives, failure)
 
 
 class InterruptibleCollectives(InstrumentedCollectives):
@@ -146,7 +150,8 @@ class InterruptibleCollectives(InstrumentedCollectives):
     may neither be read nor written, and no further operation of the communicator ends, until
     `Groups.abandon`.
 
-    On NCCL a call returns once the device has finished the operation, and not once it is queued.
+    On NCCL a call returns once the device has finished the operation, and not once it is queued;
+    `interruptible` with `is_aborted` makes others there.
 
     Args:
         inner: Collectives that move the tensors.
@@ -174,9 +179,35 @@ class InterruptibleCollectives(InstrumentedCollectives):
             message = None if isinstance(error, PcommError) else self._failure()
             if message is None:
                 raise
-            raise PeerError(
-                "an operation of interruptible collectives",
-                found=message,
-                why="The operation broke because that rank is gone.",
-                fix="Abandon these groups, and open others in the next generation.",
-            ) from error
+            raise _is_gone(message) from error
+
+
+class _Aborted(InterruptibleCollectives):
+    """Queues operations on a device, whose waits an abort ends elsewhere; calls look for it.
+
+    An operation that was aborted ends with any numbers, so the caller looks once more after it has
+    waited for the device and before it uses what it found there.
+    """
+
+    def run(self, call: Call) -> Tensor:
+        """The result of an operation, once it is queued."""
+        return self._attempt(lambda: self.inner.run(call))
+
+    def start(self, call: Call) -> Pending:
+        """Start an operation; waiting for it has the stream wait."""
+        pending = self._attempt(lambda: self.inner.start(call))
+        return pending.around(lambda: self._attempt(pending.wait))
+
+    def _attempt(self, operation: Callable[[], T]) -> T:
+        if (message := self._failure()) is not None:
+            raise _is_gone(message)
+        return super()._attempt(operation)
+
+
+def _is_gone(message: str) -> PeerError:
+    return PeerError(
+        "an operation of interruptible collectives",
+        found=message,
+        why="The operation needs that rank, which is gone.",
+        fix="Abandon these groups, and open others in the next generation.",
+    )

@@ -195,7 +195,7 @@ class DeviceFacts:
         has_multicast: True if the driver reports NVLink multicast for the device.
         is_mig: True if the device is split into instances.
         nvlinks: Active NVLinks.
-        nvlinks_to_switch: Those of them that end at an NVSwitch.
+        nvlinks_to_switch: Number of those links that end at an NVSwitch.
         peers: Devices whose memory it can reach.
     """
 

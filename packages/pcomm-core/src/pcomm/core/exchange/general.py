@@ -39,7 +39,7 @@ class PeerParts:
         sizes: Lengths of the old region along the dimensions of the exchange.
         new_sizes: Lengths of the new region.
         adds: True if parts are added up where they meet, and zeros stay where none belongs.
-        adds_back: The same for the adjoint.
+        adds_back: True if the adjoint adds parts up where they meet.
     """
 
     send: list[_Part]

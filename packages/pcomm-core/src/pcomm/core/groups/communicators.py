@@ -1,9 +1,8 @@
-"""Communicators of torch: named, connected within a limit, shared, closed and abandoned."""
+"""Communicators of torch: named, connected within a limit, shared and closed."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
 import os
@@ -12,7 +11,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -36,10 +35,8 @@ __all__ = [
     "Communicator",
     "ConnectingStore",
     "OwnConnections",
-    "abandon_communicator",
     "close_communicator",
     "communicator_of",
-    "never_freed",
     "new_collectives",
     "new_communicator",
 ]
@@ -61,11 +58,13 @@ class Communicator:
         differentiable: Operations with gradients.
         connections: Connections of its own; none where they are not known.
         found_in: Store in which its members found each other, if it is not that of the caller.
+        abort: Abort of the communicator, once it has begun; only those on a device have one.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.connections = OwnConnections()
         self.found_in: ConnectingStore | None = None
+        self.abort: Abort | None = None
         self._inner = new_collectives(process_group)
         self.collectives: Collectives = self._inner
         self.differentiable: Collectives = differentiable(self._inner)
@@ -238,61 +237,32 @@ def close_communicator(process_group: dist.ProcessGroup) -> None:
         end_if_unused()
 
 
-def abandon_communicator(process_group: dist.ProcessGroup) -> None:
-    """Refuse its operations and leave it behind, operations in flight included. Local.
-
-    Torch forgets it, as `destroy_process_group` does, so that torch's end of the default group does
-    not meet it. Its destructor waits for operations in flight. Where its connections are known
-    they are shut down, which ends all of these, and a thread runs the destructor; where they are
-    not, it never runs.
-    """
-    communicator = communicator_of(process_group)
-    # The queue's thread ends if it has nothing to do, and is not waited for otherwise.
-    communicator.abandon()
-    _forget(process_group)
-    if not communicator.connections:
-        never_freed([process_group, communicator])
-        return
-    communicator.connections.shut_down()
-    # The thread has the last reference, unless the caller keeps one.
-    held = [process_group]
-    del process_group
-    threading.Thread(target=held.clear, name="pcomm freeing", daemon=True).start()
-
-
-def _forget(process_group: dist.ProcessGroup) -> None:
-    """Have torch forget a group that it still knows, without ending it."""
-    world = distributed_c10d._world
-    if process_group not in world.pg_map:
-        return
-    tag = world.pg_to_tag.pop(process_group, None)
-    for table in (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_coalesce_state,
-    ):
-        table.pop(process_group, None)
-    # Under its own tag, and under none where torch has chosen that tag.
-    for tagged in (tag or "", ""):
-        if process_group in world.tags_to_pg.get(tagged, []):
-            world.tags_to_pg[tagged].remove(process_group)
-    distributed_c10d._unregister_process_group(process_group.group_name)
-    end_if_unused()
-
-
-def never_freed(objects: Iterable[object]) -> None:
-    """Keep objects until the process ends, and never run their destructors. Local.
-
-    A list of this module would be emptied when the interpreter ends, and a destructor that waits
-    for a rank that is gone would keep the process from ending.
+class Abort:
+    """Torch's abort of one communicator, on a thread of its own, begun at once.
 
     Args:
-        objects: Objects to keep, with all that they refer to.
+        process_group: Group whose backend has an abort.
     """
-    for found in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        run = partial(self._run, process_group.abort)
+        threading.Thread(target=run, name="pcomm aborting", daemon=True).start()
+
+    def _run(self, abort: Callable[[], None]) -> None:
+        try:
+            abort()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def problem(self, end_s: float) -> str | None:
+        """Why it has not ended well by a moment of the monotonic clock; None where it has."""
+        if not self._ended.wait(max(0.0, end_s - time.monotonic())):
+            return "its abort has not ended in time"
+        return None if self._error is None else f"its abort failed: {self._error}"
 
 
 class ConnectingStore(dist.Store):

@@ -11,7 +11,13 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.control.agreement_round import all_or_none
 from pcomm.core.control.control import Control
 from pcomm.core.errors import TopologyError, near_misses
-from pcomm.core.groups.communicators import abandon_communicator, close_communicator, never_freed
+from pcomm.core.groups.abandoning import (
+    AbortOnFailure,
+    abandon_communicators,
+    is_abortable,
+    never_freed,
+)
+from pcomm.core.groups.communicators import close_communicator
 from pcomm.core.groups.group import Closing, Group
 from pcomm.core.groups.opening import (
     Made,
@@ -96,7 +102,7 @@ def open_groups(
 
     def undo(_: Exception | None) -> list[Exception]:
         try:
-            Groups([], owned=list(made.values()), closing=closing).close()
+            Groups([], owned=list(made.values()), closing=closing)._end_after_an_error()
         except Exception as problem:
             return [problem]
         return []
@@ -242,6 +248,18 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         # Each group still agrees by the control that it was opened with.
         return self._sharing(others, self.control if ranks is None else None)
 
+    def abort_on(self, failure: Callable[[], str | None]) -> None:
+        """Have a thread abort communicators of NCCL once a rank has failed. Local.
+
+        What waits for the device then ends, and what it finds there is of no use. For collectives
+        whose calls raise from then on, see `interruptible`. The thread ends with these groups.
+
+        Args:
+            failure: Function called every few milliseconds, on that thread; the message of a rank
+                that failed, for good, or None.
+        """
+        self.before_close(AbortOnFailure(self._owned, failure).close, is_local=True)
+
     def close(self) -> None:
         """Close the communicators that these groups own, last opened first. Collective.
 
@@ -282,9 +300,14 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         everything is abandoned. Groups around communicators of others abandon none.
 
         On other systems, connections and threads of each communicator (three with gloo) and the
-        tensors of operations in flight stay until the process ends. A communicator of NCCL stays
-        too, and is not aborted: its kernels in flight keep the device busy until the owner of
-        torch's group aborts them.
+        tensors of operations in flight stay until the process ends.
+
+        Communicators of NCCL are aborted, all at the same time: their kernels in flight end, with
+        any numbers as the result, and this returns when they have. It has not run on hardware yet.
+
+        Raises:
+            UnsupportedError: An abort of NCCL has not ended within a minute, so that kernels may
+                keep the device busy.
         """
         self._groups = {}
         local, others = self._closing.take_local()
@@ -292,21 +315,30 @@ class Groups(Mapping[str | tuple[str, str], Group]):
             for call in local:
                 last_first.callback(call)
             never_freed(others)
-            # In place, as in `close`; and each is freed as soon as it is let go here.
-            while self._owned:
-                abandon_communicator(self._owned.pop(0))
+            # In place, as in `close`.
+            abandon_communicators(self._owned)
 
     def __enter__(self) -> Groups:
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, traceback: object) -> None:
         try:
-            self.close()
+            if value is None:
+                self.close()
+            else:
+                self._end_after_an_error()
         except Exception as problem:
             if value is None:
                 raise
             # The error of the block is the cause of this one.
             value.add_note(f"closing the groups: {type(problem).__name__}: {problem}")
+
+    def _end_after_an_error(self) -> None:
+        """Close these groups; those of NCCL are left, whose close might wait for ranks in vain."""
+        if any(map(is_abortable, self._owned)):
+            self.abandon()
+        else:
+            self.close()
 
     def _sharing(self, groups: Sequence[Group], control: Control | None) -> Groups:
         """`groups`, with the communicators and the calls before the close of these."""

@@ -7,8 +7,9 @@ from pcomm.core.process.local_ranks import RankSession as RankSession
 from pcomm.core.process.local_ranks import run_local as run_local
 from pcomm.core.process.logs import RankFilter as RankFilter
 from pcomm.core.process.process_watch import RankReport as RankReport
-from pcomm.core.process.resilient_ranks import RankPlace as RankPlace
+from pcomm.core.process.rank_place import RankPlace as RankPlace
 from pcomm.core.process.resilient_ranks import ResilientRanks as ResilientRanks
 from pcomm.core.process.signals import deferred_interrupt as deferred_interrupt
+from pcomm.core.process.store_server import open_store as open_store
 from pcomm.core.process.world import World as World
 from pcomm.core.process.world import connect as connect

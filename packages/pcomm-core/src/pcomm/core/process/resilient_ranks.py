@@ -7,15 +7,11 @@ restarts nothing by itself, and takes part in no collective.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pcomm.core import environment
 from pcomm.core.process.launch import (
     REQUESTS,
     RankError,
@@ -36,13 +31,11 @@ from pcomm.core.process.launch import (
     starting,
 )
 from pcomm.core.process.process_watch import ProcessWatch, RankReport, WatchedProcess
+from pcomm.core.process.rank_place import RankPlace
 from pcomm.core.process.signals import stacks_of
+from pcomm.core.process.store_server import open_store
 
-__all__ = [
-    "RankPlace",
-    "RankReport",
-    "ResilientRanks",
-]
+__all__ = ["RankReport", "ResilientRanks"]
 
 
 _HOST = "127.0.0.1"
@@ -87,9 +80,7 @@ class ResilientRanks:
         self._context = fork_server(preload)
         self._call: tuple[Callable[..., Any], tuple[object, ...]] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="pcomm-ranks-")
-        self._server: dist.TCPStore | None = dist.TCPStore(
-            _HOST, 0, is_master=True, wait_for_workers=False
-        )
+        self._server: dist.TCPStore | None = open_store(_HOST, 0)
         self.port: int = self._server.port
         self._watch = ProcessWatch(self.place(0).store())
         self._end = util.Finalize(self, _end, args=(self._watch, self._folder), exitpriority=0)
@@ -119,7 +110,7 @@ class ResilientRanks:
 
         Args:
             rank: Rank of the new process.
-            args: Its further arguments; by default those of `start`.
+            args: Further arguments of the function; by default those of `start`.
 
         Raises:
             RankError: The rank's process has not ended, or there was none.
@@ -243,86 +234,3 @@ def run_once(
             open(caller.fileno(), "wb", closefd=False) as pipe,
         ):
             pickle.dump(report, pipe)
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """One rank of a job, and where the store is that all ranks share.
-
-    `ResilientRanks` gives one to each of its ranks. A process that another launcher has started,
-    on whichever host, makes its own.
-
-    Args:
-        rank: Rank of this process, for life.
-        size: Number of ranks of the whole job, those that are gone included.
-        host: Name or address of the host of the store.
-        port: Port of the store on that host.
-        incarnation: Number of processes that had this rank before.
-    """
-
-    rank: int
-    size: int
-    host: str
-    port: int
-    incarnation: int = 0
-
-    def store(self, *, timeout_s: float | None = None) -> dist.TCPStore:
-        """A new connection to the store. Local.
-
-        A connection carries one call at a time, so a thread that waits has one of its own.
-
-        Args:
-            timeout_s: Seconds that this call, and a wait for a key, may take; on Linux also those
-                after which a call ends with an error whose store is on a host that sends nothing
-                any more. By default `PCOMM_TIMEOUT_S`.
-
-        Raises:
-            dist.DistNetworkError: There is no store at that address.
-        """
-        limit_s = environment.timeout_s() if timeout_s is None else timeout_s
-        made = dist.TCPStore(
-            self.host,
-            self.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limit_s),
-        )
-        _limit_silence(self.port, limit_s)
-        return made
-
-
-def _limit_silence(port: int, limit_s: float) -> None:
-    """Have the kernel end connections of this process to a port whose host answers no more.
-
-    Most calls of torch's store wait for their answer without a limit. A host that has lost its
-    network closes no connection, so only the kernel notices, by default after a quarter of an hour.
-    Torch does not tell which file its connection is: one to the port that has no limit yet.
-    """
-    between_s = min(max(1, int(limit_s / 3)), 1 << 14)
-    options = {
-        # For what was sent and is not acknowledged; the others for an answer that never comes.
-        "TCP_USER_TIMEOUT": int(min(limit_s, 1e6) * 1000),
-        "TCP_KEEPIDLE": between_s,
-        "TCP_KEEPINTVL": between_s,
-    }
-    try:
-        files = [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return
-    for file in files:
-        with contextlib.suppress(OSError), _duplicate(file) as own:
-            # An error of sockets that are not of TCP.
-            is_new = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-            if is_new and own.getpeername()[1] == port:
-                own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in options.items():
-                    own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _duplicate(file: int) -> socket.socket:
-    own = os.dup(file)
-    try:
-        return socket.socket(fileno=own)
-    except OSError:  # no socket
-        os.close(own)
-        raise

@@ -22,10 +22,19 @@ from pcomm.core.control.control import Control
 from pcomm.core.control.without_control import is_connected
 from pcomm.core.errors import ConfigError, PcommError
 
-__all__ = ["World", "connect", "ipv4_of", "unconnected_control"]
+__all__ = [
+    "ANYWHERE",
+    "World",
+    "connect",
+    "ipv4_of",
+    "reachable_interface",
+    "unconnected_control",
+]
 
 
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+# Assigned to no host (RFC 5737), and nothing is sent to it: the default route goes there.
+ANYWHERE: Final = "192.0.2.1"
 # Linux's request for the address of an interface.
 _SIOCGIFADDR: Final = 0x8915
 # Key under which a rank that cannot connect tells the others, and how often these look.
@@ -111,7 +120,7 @@ def connect(
         yield World(0, 1, _device_alone(device), None)
         return
     _check_complete("MASTER_ADDR", "MASTER_PORT")
-    with _reachable_interface():
+    with reachable_interface(*_other_hosts()):
         try:
             _init_process_group(
                 backend or ("nccl" if torch.cuda.is_available() else "gloo"),
@@ -296,22 +305,29 @@ def _first_line(problem: Exception) -> str:
     return next(iter(str(problem).splitlines()), type(problem).__name__)
 
 
+def _other_hosts() -> tuple[str, ...]:
+    """Addresses on the way to other hosts: rank 0's, and one beyond; none of ranks of one host."""
+    num_local = os.environ.get("LOCAL_WORLD_SIZE")
+    if num_local == os.environ["WORLD_SIZE"]:
+        return ()
+    return (os.environ["MASTER_ADDR"], *([ANYWHERE] if num_local is not None else []))
+
+
 @contextmanager
-def _reachable_interface() -> Iterator[None]:
+def reachable_interface(*hosts: str) -> Iterator[None]:
     """Have gloo's groups of the block bind an address that other hosts reach. Local.
 
     Gloo binds the first address of this host's name. Where that is loopback, as in Debian's
-    /etc/hosts, the block takes the interface on the route to rank 0, or on the default route if
-    rank 0 is here. A variable that the user has set stays, and ranks of one host need none.
+    /etc/hosts, the block takes the interface on the route to another host. A variable that the user
+    has set stays.
+
+    Args:
+        hosts: Names or addresses. The first that is not loopback here counts; none changes nothing.
     """
-    num_local = os.environ.get("LOCAL_WORLD_SIZE")
-    is_one_host = num_local == os.environ["WORLD_SIZE"]
-    if _INTERFACE in os.environ or is_one_host or not _binds_loopback():
+    if _INTERFACE in os.environ or not hosts or not _binds_loopback():
         yield
         return
-    # Nothing is sent to the second, which is assigned to no host (RFC 5737).
-    places = [os.environ["MASTER_ADDR"], *(["192.0.2.1"] if num_local is not None else [])]
-    found = next(filter(None, map(_interface_to, places)), None)
+    found = next(filter(None, map(_interface_to, hosts)), None)
     if found is None:
         yield
         return

@@ -478,7 +478,7 @@ def check_issue_order(programs: Programs, cluster: Cluster) -> None:
 
     Raises:
         DivergenceError: There is no such order; names the first pair and the ranks.
-        ConfigError, TopologyError: As `simulate`.
+        ConfigError, TopologyError: For the reasons of `simulate`.
     """
     job = classify(programs, cluster, collapse=True)
     orders = [

@@ -57,6 +57,11 @@ class _Engine:
         self._absent = [len(collective.members) for collective in job.collectives]
         self._needs = [[len(n) for n in a.program.needs] for a in job.classes]
         self._ports = Ports()
+        # Computing that shares its processor with transfers, by a number below 0.
+        self._computing: dict[int, TaskId] = {}
+        self._shares_processor = any(
+            rail.processor_bytes_per_s < math.inf for rail in cluster.rails
+        )
         self._transfers: dict[int, _Transfer] = {}
         self._changed: set[int] = set()
         # Ends of computing (rank class, place) and of latencies (-1, collective); the time decides,
@@ -84,10 +89,14 @@ class _Engine:
 
     def _advance(self) -> None:
         """Handle all that ends now."""
-        for collective in [m for m, t in self._transfers.items() if t.stop_s <= self._now]:
-            del self._transfers[collective]
-            self._changed |= self._ports.stop(collective)
-            self._finish_collective(collective)
+        for number in [m for m, t in self._transfers.items() if t.stop_s <= self._now]:
+            del self._transfers[number]
+            self._changed.discard(number)
+            self._changed |= self._ports.stop(number)
+            if number < 0:
+                self._finish(self._computing[number])
+            else:
+                self._finish_collective(number)
         while self._ends and self._ends[0][0] <= self._now:
             _, rank_class, place = heapq.heappop(self._ends)
             if rank_class < 0:
@@ -103,7 +112,12 @@ class _Engine:
         if collective < 0:
             seconds = self._job.classes[rank_class].program.tasks[place].seconds
             self._times.start(task, self._now, cause)
-            heapq.heappush(self._ends, (self._now + seconds, rank_class, place))
+            if self._shares_processor and seconds:
+                number = -1 - len(self._computing)
+                self._computing[number] = task
+                self._begin(number, seconds, {_processor(rank_class): 1.0})
+            else:
+                heapq.heappush(self._ends, (self._now + seconds, rank_class, place))
             return
         self._absent[collective] -= 1
         if not self._absent[collective]:
@@ -117,11 +131,14 @@ class _Engine:
         spec = self._job.collectives[collective]
         seconds, use = _use(spec, self._rails[spec.communicator.rail])
         if seconds:
-            self._ports.start(collective, use)
-            self._transfers[collective] = _Transfer(seconds, self._now)
-            self._changed.add(collective)
+            self._begin(collective, seconds, use)
         else:
             self._finish_collective(collective)
+
+    def _begin(self, number: int, seconds: float, use: Mapping[Port, float]) -> None:
+        self._ports.start(number, use)
+        self._transfers[number] = _Transfer(seconds, self._now)
+        self._changed.add(number)
 
     def _finish_collective(self, collective: int) -> None:
         self._changed.discard(collective)
@@ -140,7 +157,11 @@ class _Engine:
 
 @dataclass
 class _Transfer:
-    """A collective that moves bytes: what is left, in seconds that it would take alone."""
+    """A collective that moves bytes, or computing on a processor that moves them, too.
+
+    Args:
+        left_s: What is left, in seconds that it would take alone.
+    """
 
     left_s: float
     since_s: float
@@ -163,16 +184,24 @@ def _use(collective: MatchedCollective, rail: Rail) -> tuple[float, Mapping[Port
             seconds[Port(rail.name, rank_class, "receive")] = received / rail.bytes_per_s
         else:
             seconds[Port(rail.name, rank_class, "both")] = (sent + received) / rail.bytes_per_s
+        seconds[_processor(rank_class)] = max(sent, received) / rail.processor_bytes_per_s
     longest = max(seconds.values())
     return longest, {port: own / longest for port, own in seconds.items() if own}
 
 
 class Port(NamedTuple):
-    """One direction of one rank's connection to a rail; `both` where the directions share."""
+    """One direction of one rank's connection to a rail; `both` where the directions share.
+
+    Or the processor of a rank, which has no rail.
+    """
 
     rail: str
     rank_class: int
     direction: str
+
+
+def _processor(rank_class: int) -> Port:
+    return Port("", rank_class, "processor")
 
 
 Uses = Mapping[int, float]

@@ -36,6 +36,9 @@ class Rail:
         bytes_per_s: Bandwidth of a port in each direction; of both together if not full duplex.
         latency_s: Time of one step of an algorithm, without the bytes, in seconds.
         full_duplex: True if sending and receiving at once cost each other nothing.
+        processor_bytes_per_s: What a rank could send, receiving as much, if the processor that
+            computes had to do it and nothing else: computing and sending then share that
+            processor. Infinite where it has no part in it, as with NCCL.
 
     Raises:
         ConfigError: A bandwidth that is not above zero, or a negative latency.
@@ -45,12 +48,15 @@ class Rail:
     bytes_per_s: float
     latency_s: float = 0.0
     full_duplex: bool = True
+    processor_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and 0 <= self.latency_s < math.inf):
+        rates = self.bytes_per_s, self.processor_bytes_per_s
+        if not (min(rates) > 0 and 0 <= self.latency_s < math.inf):
             raise ConfigError(
                 f"Rail {self.name!r}",
-                found=f"bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}",
+                found=f"bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}, "
+                f"processor_bytes_per_s={self.processor_bytes_per_s}",
                 why="A collective would never end, or would end before it began.",
                 fix="Use a bandwidth above zero and a finite latency from zero on.",
             )
