@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core_bench.runner import Row, row
+from core_bench.rows import Row, row
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.nvls.collectives.call import VECTOR_BYTES

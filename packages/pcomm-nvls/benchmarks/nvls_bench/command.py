@@ -10,17 +10,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
+from core_bench.rows import Row
 from core_bench.runner import (
     NOT_HERE,
     Benchmark,
     Results,
-    Row,
     check_counts,
     check_parts,
     check_rounds,
-    lines_of,
     option,
 )
+from core_bench.tables import lines_of
+from nvls_bench.pictures import PICTURES
 from pcomm.core.errors import ConfigError, UnsupportedError
 
 PARTS = ("host", "compile", "emulated", "ranks", "one-gpu")
@@ -109,9 +110,9 @@ def _ranks(settings: Settings) -> list[Row]:
 _DEFAULT = Settings()
 command = Benchmark(
     "nvls",
-    "time launches and transfers of multicast collectives, and what their kernels take",
+    "time launches and transfers of multicast collectives",
     _DEFAULT,
     _measure,
     quick=replace(_DEFAULT, architectures=(90,), rounds=7, sizes=(1 << 16,)),
-    rows="these parts",
+    pictures=PICTURES,
 )

@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from core_bench.runner import Row, Timing, row, time_cases
+from core_bench.rows import Row, row
+from core_bench.runner import Timing, time_cases
+from core_support.fake_driver import fake_driver
 from nvls_support.calls import calls
 from nvls_support.compiled import compile_kernel
-from nvls_support.fake_device import fake_driver, fake_workspace
+from nvls_support.fake_device import fake_workspace
 from pcomm.core.errors import ConfigError
 from pcomm.core.process.local_ranks import LocalRanks
 from pcomm.nvls.collectives.gathers import all_gather_into_tensor

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import triton  # type: ignore[import-untyped]
 
-from core_bench.runner import Row, row
+from core_bench.rows import Row, row
 from nvls_support.virtual_ranks import Operation, VirtualRanks
 from pcomm.core.errors import UnsupportedError
 from pcomm.nvls.policy.table import MAX_BLOCKS

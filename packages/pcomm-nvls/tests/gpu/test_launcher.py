@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core_support.fake_driver import fake_driver
 from nvls_support.calls import calls
-from nvls_support.fake_device import FakeStream, fake_driver
+from nvls_support.fake_device import FakeStream
 from pcomm.core.groups.group import Group
 from pcomm.nvls._capability import Capability
 from pcomm.nvls.collectives.fused_rmsnorm import (

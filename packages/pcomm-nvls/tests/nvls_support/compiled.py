@@ -160,10 +160,12 @@ def problems_of(
 
     Args:
         ptx: Assembly of the kernel.
-        barriers: Number of barriers in the kernel: how often an epoch is read, and written.
+        barriers: Number of barriers in the kernel: how often an epoch is read, and written, and
+            the word of a failure is read.
         control: Further narrow accesses that are no data, with the number of each.
     """
-    allowed = Counter(dict.fromkeys(_EPOCHS, barriers)) + Counter(control or {})
+    words = (*_EPOCHS, "ld.volatile.global.b32")
+    allowed = Counter(dict.fromkeys(words, barriers)) + Counter(control or {})
     problems = []
     for name, number in sorted(accesses(ptx).items()):
         if ".v4." in name or name in _TABLE or name in _SIGNALS:

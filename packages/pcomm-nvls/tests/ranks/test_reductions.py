@@ -23,8 +23,9 @@ from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.core.testing import ranks
 
 SUMMED = [torch.bfloat16, torch.float16, torch.float32]
-# A block moves 128 vectors of 16 bytes at a time, and 2 or 4 blocks a launch do it in turn.
-VECTORS = [1, 2, 127, 128, 129, 255, 257, 300, 513]
+# A block moves 128 vectors of 16 bytes at a time, and 2 or 4 blocks a launch do it in turn; from
+# four times as many vectors as they have threads, 512 at a time.
+VECTORS = [1, 2, 127, 128, 129, 255, 257, 300, 513, 2047, 2048, 2500]
 
 
 def tensors(case: random.Random, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> Tensor:
@@ -140,7 +141,7 @@ def run_cases(rank: int, size: int, num_cases: int) -> None:
 
 
 @contextmanager
-def workspaces(max_bytes: int = 1 << 17) -> Iterator[list[Any]]:
+def workspaces(max_bytes: int = 1 << 18) -> Iterator[list[Any]]:
     """Two of one group: with two slots, and with one that adds in rank order."""
     with opened(max_bytes) as first, opened(max_bytes, slots=1, deterministic=True) as second:
         yield [first, second]

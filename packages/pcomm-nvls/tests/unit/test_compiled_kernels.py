@@ -5,6 +5,7 @@ Each case is a kernel with the flags that change its code, on 8 ranks.
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import cache
 from typing import Any
@@ -188,6 +189,27 @@ def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
     # A reduction has a word for each warp; two words of each vector change their threads for fp8.
     assert kernel.shared_bytes <= (8192 if case.endswith((" given", " rows")) else 64)
     assert (kernel.shared_bytes == 0) == ("add" not in case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["all_gather", "gather_to_rank", "reduce_scatter bf16", "one_shot bf16", "two_shot bf16"],
+)
+def test_four_vectors_are_on_the_way_before_a_thread_stores_the_first(case: str) -> None:
+    find = row_launch_of if case in ROW_CASES else launch_of
+    kernel, arguments = find(case, "multicast")[:2]
+    made = compile_kernel(
+        kernel, arguments | {"BLOCK": 4 * THREADS}, 90, num_warps=NUM_WARPS, max_registers=64
+    )
+    access = re.compile(r"^\s*(?:@%\w+ )?((?:multimem\.)?(?:ld|st)\w*)\.\S*v4", re.MULTILINE)
+    kinds = [name.removeprefix("multimem.")[:2] for name in access.findall(made.ptx)]
+    runs = [(kind, len([*same])) for kind, same in itertools.groupby(kinds)]
+    assert {runs[i] for i in range(0, len(runs), 2)} == {("ld", 4)}, runs
+    assert {runs[i] for i in range(1, len(runs), 2)} == {("st", 4)}, runs
+    usage = made.resources()
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    # A division of 64 bits would be a subroutine.
+    assert "CALL" not in made.machine_code()
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,24 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from core_support.fake_driver import fake_driver
 from nvls_support.calls import calls
-from nvls_support.fake_device import FakeStream, fake_driver, fake_workspace
+from nvls_support.fake_device import FakeStream, fake_workspace
 from nvls_support.refusals import refused
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.nvls.collectives.gathers import all_gather_into_tensor
+from pcomm.nvls.collectives.gathers import (
+    all_gather_into_tensor,
+    all_gather_launch,
+    gather_to_rank_launch,
+)
 from pcomm.nvls.collectives.ragged import all_gather_v
-from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
+from pcomm.nvls.collectives.reductions import (
+    all_reduce,
+    all_reduce_launch,
+    reduce_scatter_launch,
+    reduce_scatter_tensor,
+)
+from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.table import OPERATIONS as OPERATION_FACTS
 from pcomm.nvls.workspace import launch as repeats
 from pcomm.nvls.workspace.launch import _MOST_CALLS, Launch, values_of
@@ -203,6 +214,21 @@ def test_a_capture_refuses_to_compile_and_names_what_to_call(workspace, stream, 
     ]
 
 
+@pytest.mark.parametrize(("vectors", "at_a_time"), [(65535, 1), (65536, 4)])
+def test_a_thread_moves_four_vectors_at_a_time_where_all_have_them(workspace, vectors, at_a_time):
+    choice = Choice("multimem", num_blocks=32, num_warps=16, because="the largest grid")
+    part = torch.empty(vectors, 8, dtype=torch.bfloat16)
+    whole = torch.empty(SIZE * vectors, 8, dtype=torch.bfloat16)
+    for launch in (
+        all_gather_launch(workspace, choice, whole, part, 0),
+        gather_to_rank_launch(workspace, choice, whole, part, 0, 0),
+        reduce_scatter_launch(workspace, choice, part, whole, 0),
+        # In two shots, so a rank sums a segment.
+        all_reduce_launch(workspace, choice, whole, whole),
+    ):
+        assert launch.arguments["BLOCK"] == 512 * at_a_time, launch.kernel
+
+
 def test_memory_that_was_handed_out_keeps_to_its_stream(workspace, stream):
     x = workspace.empty(X.shape, X.dtype)
     stream.handle += 1
@@ -234,13 +260,15 @@ def test_a_recording_that_is_given_up_has_used_no_turn(workspace, stream):
     stream.captured = False
     turn = workspace.turn()
     assert (turn.generation, turn.slot, turn.needs_entry, turn.is_prepared) == (3, 1, False, False)
-    # One that is kept has used them: its slots may be in use whenever it is replayed.
+    # One that is kept has used them: its slots may be in use whenever it is replayed. Within it the
+    # operation before is known, but for that of the first.
     with workspace.turns.recording():
         stream.captured = True
-        all_reduce(X, workspace=workspace, algo="p2p")
+        recorded = [workspace.turn().needs_entry for _ in range(3)]
     stream.captured = False
     turn = workspace.turn()
-    assert (turn.generation, turn.needs_entry) == (5, True)
+    assert recorded == [True, False, False]
+    assert (turn.generation, turn.needs_entry) == (7, True)
 
 
 @pytest.mark.parametrize("first_in_graph", [False, True])
@@ -356,12 +384,14 @@ def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Work
 CASES = [(name, algo) for name, one in OPERATION_FACTS.items() for algo in one.algorithms]
 
 
+@pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("name", "algo"), CASES)
-def test_each_operation_is_launched_as_it_was_compiled(launches, name, algo):
+def test_each_operation_is_launched_as_it_was_compiled(name, algo, capability):
     """The driver refuses all else: in first calls, in repeated ones, and under a profiler."""
-    launches.clear()
+    launches: list[tuple[Any, ...]] = []
     told: list[str] = []
-    with fake_workspace(SIZE) as workspace:
+    driver_of_case = fake_driver(capability, launches)
+    with driver_of_case, fake_workspace(SIZE, capability=capability) as workspace:
         run = calls(workspace, hidden=64)[name, algo]
         for _ in range(5):
             run()

@@ -376,7 +376,7 @@ class KernelWork(dist.Work):
     """A collective whose kernel is on the stream that it was called on, and overlaps nothing there.
 
     Args:
-        tensors: Its results.
+        tensors: Results of the operation.
         opts: Options of the call; a call that blocks needs no event.
     """
 

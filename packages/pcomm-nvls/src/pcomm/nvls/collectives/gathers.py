@@ -157,9 +157,8 @@ def all_gather_launch(
         "COPY_OUT": out is not None,
     }
     tensors = (x,) if out is None else (x, out)
-    return barrier_launch(
-        all_gather_kernel, workspace, choice, workspace.turn(), arguments, tensors
-    )
+    kernel, lease, shared = all_gather_kernel, workspace.turn(), arguments["num_vectors"]
+    return barrier_launch(kernel, workspace, choice, lease, arguments, tensors, shared)
 
 
 def _gathered_shape(operation: str, x: Tensor, dim: int, size: int) -> tuple[int, ...]:
@@ -381,4 +380,5 @@ def gather_to_rank_launch(
         "destination": destination,
     }
     tensors, kernel = (x,) if out is None else (x, out), gather_to_rank_kernel
-    return barrier_launch(kernel, workspace, choice, workspace.turn(), arguments, tensors)
+    lease, shared = workspace.turn(), arguments["num_vectors"]
+    return barrier_launch(kernel, workspace, choice, lease, arguments, tensors, shared)

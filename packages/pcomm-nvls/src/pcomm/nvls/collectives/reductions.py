@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -120,7 +120,7 @@ def all_reduce_launch(workspace: Workspace, choice: Choice, out: Tensor, x: Tens
     if choice.algorithm == "lamport":
         kernel, only = lamport_all_reduce_kernel, {"KIND": kind}
         return lamport_launch(kernel, workspace, choice, out, x, x.nbytes, only)
-    arguments = {
+    arguments: dict[str, Any] = {
         "x": x.data_ptr(),
         "out": out.data_ptr(),
         "num_vectors": x.nbytes // VECTOR_BYTES,
@@ -130,7 +130,9 @@ def all_reduce_launch(workspace: Workspace, choice: Choice, out: Tensor, x: Tens
     architecture = workspace.capability.architecture
     one_shot = is_one_shot(x.nbytes, workspace.group.size, way_of(choice), architecture)
     kernel = one_shot_all_reduce_kernel if one_shot else two_shot_all_reduce_kernel
-    return barrier_launch(kernel, workspace, choice, lease, arguments, (x, out))
+    # A rank has a segment at a time of two shots.
+    shared = arguments["num_vectors"] // (1 if one_shot else workspace.group.size)
+    return barrier_launch(kernel, workspace, choice, lease, arguments, (x, out), shared)
 
 
 def reduce_scatter_tensor(
@@ -217,7 +219,10 @@ def reduce_scatter_launch(
     # Also without a barrier: in the slot of another turn, a rank that has its segment could store
     # with the next operation before this one has read what it sends to a third rank.
     in_place = workspace.is_in_slot(x, lease)
-    arguments = {"row_vectors": row_vectors(out, dim), "KIND": kind_of(x.dtype)}
+    arguments: dict[str, Any] = {
+        "row_vectors": row_vectors(out, dim),
+        "KIND": kind_of(x.dtype),
+    }
     if choice.algorithm == "lamport":
         arguments["PEERS"] = peers_at_a_time(workspace.group.size)
         kernel = lamport_reduce_scatter_kernel
@@ -231,7 +236,8 @@ def reduce_scatter_launch(
         "num_vectors": out.nbytes // VECTOR_BYTES,
         "IN_PLACE": in_place,
     }
-    return barrier_launch(reduce_scatter_kernel, workspace, choice, lease, arguments, (x, out))
+    kernel, shared = reduce_scatter_kernel, arguments["num_vectors"]
+    return barrier_launch(kernel, workspace, choice, lease, arguments, (x, out), shared)
 
 
 def _segment_shape(x: Tensor, dim: int, size: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pcomm.nvls.primitives.access import get, load, put, put_all, store
+from pcomm.nvls.primitives.access import get, load, place_in_whole, put, put_all, store
 from pcomm.nvls.primitives.barrier import barrier
 from pcomm.nvls.primitives.lamport import (
     advance,
@@ -86,13 +86,11 @@ def all_gather_kernel(
         own = tl.load(buffers + rank) + slot
         for peer in range(WORLD):
             for start in range(block * BLOCK, num_vectors, step):
-                index = (start + lanes).to(tl.int64)
+                index = start + lanes
                 inside = index < num_vectors
-                place = own + (peer * num_vectors + index) * 16
+                place = own + (peer * num_vectors + index.to(tl.int64)) * 16
                 w0, w1, w2, w3 = get(place, inside)
-                row = index // row_vectors
-                column = index % row_vectors
-                to = (row * WORLD + peer) * row_vectors + column
+                to = place_in_whole(index, peer, row_vectors, WORLD)
                 store(out + to * 16, w0, w1, w2, w3, inside)
 
 
@@ -347,10 +345,8 @@ def gather_to_rank_kernel(
     length = tl.where(rank == destination, num_vectors, 0)
     for peer in range(WORLD):
         for start in range(block * BLOCK, length, step):
-            index = (start + lanes).to(tl.int64)
+            index = start + lanes
             inside = index < length
-            w0, w1, w2, w3 = get(there + (peer * num_vectors + index) * 16, inside)
-            row = index // row_vectors
-            column = index % row_vectors
-            to = (row * WORLD + peer) * row_vectors + column
+            w0, w1, w2, w3 = get(there + (peer * num_vectors + index.to(tl.int64)) * 16, inside)
+            to = place_in_whole(index, peer, row_vectors, WORLD)
             store(out + to * 16, w0, w1, w2, w3, inside)

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pcomm.nvls.primitives.access import get, get_sum, load, put, put_all, store
+from pcomm.nvls.primitives.access import (
+    get,
+    get_sum,
+    load,
+    place_in_whole,
+    put,
+    put_all,
+    store,
+)
 from pcomm.nvls.primitives.barrier import barrier
 from pcomm.nvls.primitives.lamport import advance, clear_previous, payload_of, slot_of, summed
 
@@ -17,23 +25,9 @@ __all__ = [
     "lamport_all_reduce_kernel",
     "lamport_reduce_scatter_kernel",
     "one_shot_all_reduce_kernel",
-    "place_in_whole",
     "reduce_scatter_kernel",
     "two_shot_all_reduce_kernel",
 ]
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def place_in_whole(
-    index: tl.tensor, segment: tl.tensor, row_vectors: tl.tensor, WORLD: tl.constexpr
-) -> tl.tensor:
-    """Places (int64) of the vectors `index` (int32) of a segment, in units of 16 bytes.
-
-    A row of the whole has `row_vectors` of each of the `WORLD` segments. Where a row is all of a
-    segment, so there is one row, the segments follow each other.
-    """
-    row = (index // row_vectors).to(tl.int64)
-    return (row * WORLD + segment) * row_vectors + index % row_vectors
 
 
 @triton.jit(do_not_specialize=["num_vectors", "rank"])  # type: ignore[untyped-decorator]

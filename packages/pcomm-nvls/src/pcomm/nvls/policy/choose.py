@@ -179,7 +179,7 @@ class Choice:
         num_warps: Number of warps of each CTA; 0 for `dist`.
         because: Phrase that says why it was chosen.
         reasons: Reasons against the algorithms that come before it, `ALGORITHM: REASON` each.
-        losses: Those of the reasons that another machine, workspace or shape would not have.
+        losses: Reasons that another machine, workspace or shape would not have.
     """
 
     algorithm: Algorithm

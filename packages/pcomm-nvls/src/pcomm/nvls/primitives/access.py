@@ -32,6 +32,7 @@ __all__ = [
     "get",
     "get_sum",
     "load",
+    "place_in_whole",
     "put",
     "put_all",
     "store",
@@ -342,3 +343,16 @@ def get_sum(
             )
         w0, w1, w2, w3 = words_of(a0, a1, a2, a3, a4, a5, a6, a7, KIND)
     return w0, w1, w2, w3
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_in_whole(
+    index: tl.tensor, segment: tl.tensor, row_vectors: tl.tensor, WORLD: tl.constexpr
+) -> tl.tensor:
+    """Places (int64) of the vectors `index` (int32) of a segment, in units of 16 bytes.
+
+    A row of the whole has `row_vectors` of each of the `WORLD` segments. Where a row is all of a
+    segment, so there is one row, the segments follow each other.
+    """
+    row = (index // row_vectors).to(tl.int64)
+    return (row * WORLD + segment) * row_vectors + index % row_vectors

@@ -27,8 +27,8 @@ __all__ = ["barrier", "wait_for_all_kernel"]
 
 
 # $1 table of buffers, $2 multicast address, $3 offset of the row, $4 rank, $5 ranks, $6 number,
-# $7 word of the failure on the device, $8 the same for the host, $9 limit in ns. Thread t of the
-# block signals rank t, and waits for it.
+# $7 word of the failure on the device, $8 the same for the host, $9 limit in ns, $10 what the first
+# word was. Thread t of the block signals rank t, and waits for it.
 _HEAD = """{
     .reg .pred %idle, %there, %early;
     .reg .b32 %peer, %seen, %ahead;
@@ -37,8 +37,7 @@ _HEAD = """{
     mov.b32 $0, 0;
     setp.ge.u32 %idle, %peer, $5;
     @%idle bra DONE;
-    ld.relaxed.gpu.global.u32 %seen, [$7];
-    setp.ne.u32 %idle, %seen, 0;
+    setp.ne.u32 %idle, $10, 0;
     @%idle bra DONE;
     mul.wide.u32 %other, $4, 4;
 """
@@ -80,7 +79,7 @@ DONE:
 }"""
 _EACH = tl.constexpr(_HEAD + _SIGNAL_EACH + _WAIT)
 _ALL = tl.constexpr(_HEAD + _SIGNAL_ALL + _WAIT)
-_OPERANDS = tl.constexpr("=&r,l,l,l,r,r,r,l,l,l")
+_OPERANDS = tl.constexpr("=&r,l,l,l,r,r,r,l,l,l,r")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -112,6 +111,8 @@ def barrier(
     """
     row = (signals + block * (WORLD * 4)).to(tl.int64)
     number = tl.load(epochs + 1 + block) + 1
+    # Beside the number, so that no signal waits for a second load. Other blocks write it.
+    failed = tl.load(epochs, volatile=True)
     # All threads have read the number, and finished what is to be seen after the barrier.
     tl.debug_barrier()
     if EMULATED:
@@ -138,6 +139,7 @@ def barrier(
                 epochs.to(tl.int64),
                 failure.to(tl.int64),
                 limit_ns.to(tl.int64),
+                failed,
             ],
             dtype=tl.int32,
             is_pure=False,
@@ -157,6 +159,7 @@ def barrier(
                 epochs.to(tl.int64),
                 failure.to(tl.int64),
                 limit_ns.to(tl.int64),
+                failed,
             ],
             dtype=tl.int32,
             is_pure=False,

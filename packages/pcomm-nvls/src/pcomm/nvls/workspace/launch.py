@@ -301,7 +301,7 @@ class Variant(NamedTuple):
 
     Attributes:
         runner: Compiled kernel.
-        arguments: Its arguments.
+        arguments: Arguments of the kernel.
         x_at: Place of the address of the input among them.
         out_at: Place of that of the result.
     """
@@ -321,7 +321,7 @@ class Repeat:
         device: Number of the device of its tensors, as `Tensor.get_device` has it.
         input_bytes: Size of the input, in bytes.
         result_bytes: Size of the result, in bytes.
-        place: The same of the `CachedCall`.
+        place: `place` of the `CachedCall`.
         is_like: True of an input like the first one; see `guard_of`.
         are_like: True of an input and a result like the first ones.
         variants: Launches by slot and need of an entry barrier.
@@ -371,8 +371,8 @@ def remember(
         repeats: Calls so far.
         call: The call.
         launcher: Launcher that has compiled it.
-        launch: Its launch, with the addresses of its tensors among the arguments.
-        lease: Its turn.
+        launch: Launch of the kernel, with addresses of tensors among the arguments.
+        lease: Turn of the operation.
     """
     key, x, _, _ = call
     if is_interpreted(launch.kernel) or lease.is_prepared:

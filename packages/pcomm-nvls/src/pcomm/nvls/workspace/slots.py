@@ -360,13 +360,15 @@ class Turns:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Operations in this block go into a graph; where it raises, none of them had a turn.
+        """Operations in this block go into one graph, so only the first has an entry barrier.
 
-        Else a rank that has recorded fewer operations than others would use other slots than they.
+        Where the block raises, none of them had a turn. Else a rank that has recorded fewer
+        operations than others would use other slots than they.
         """
         kept, rotation = (self._prepared, self.last), vars(self.rotation).copy()
         try:
-            yield
+            with self.rotation.sequence():
+                yield
         except BaseException:
             self._prepared, self.last = kept
             vars(self.rotation).update(rotation)

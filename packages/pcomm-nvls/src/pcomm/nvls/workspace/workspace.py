@@ -78,7 +78,7 @@ class Workspace:
 
     Attributes:
         capability: Capability of the ranks together, with reasons.
-        memory: Their memory; None where they can only use torch.distributed.
+        memory: Symmetric memory of the ranks; None where they can only use torch.distributed.
         stream: Source of the current stream of the device.
         launcher: Variants of kernels that were compiled for it.
         turns: Turns of its operations.
