@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core_bench.runner import Benchmark, Results
+from fsdp_bench.pictures import PICTURES
 from fsdp_bench.settings import LinkRate, Settings
 
 
@@ -30,7 +31,7 @@ def _measure(settings: Settings) -> Results:
 _DEFAULT = Settings()
 command = Benchmark(
     "fsdp",
-    "time sharded training over rate-limited links, next to torch FSDP2 (needs root)",
+    "time sharded training on rate-limited links beside FSDP2 (needs root)",
     _DEFAULT,
     _measure,
     quick=replace(
@@ -41,5 +42,5 @@ command = Benchmark(
         alone_rounds=3,
         is_small=True,
     ),
-    picture="the times",
+    pictures=PICTURES,
 )

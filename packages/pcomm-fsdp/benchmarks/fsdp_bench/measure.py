@@ -56,6 +56,7 @@ from pcomm.core.process.world import connect
 from pcomm.core.topology import Topology
 
 GATHER, REDUCE = "all-gather alone", "reduce-scatter alone"
+BESIDE = "unsharded beside all-gathers and reduce-scatters"
 
 
 # Enough to record and to replay.
@@ -182,7 +183,7 @@ def _measure(
         case: _turn(training, problem, control, None if case == UNSHARDED else expected)
         for case, training in trainings.items()
     }
-    turns |= _collectives_alone(problem, groups["gather"].collectives)
+    turns |= _collectives_alone(problem, groups, turns[UNSHARDED])
     timings, sent = take_turns(turns, control, settings.rounds)
     forward_s = min(
         _forward_s(trainings[UNSHARDED], problem, control) for _ in range(settings.rounds)
@@ -269,21 +270,41 @@ def _turn(
     return Turn(run, training.forget_gradients, check)
 
 
-def _collectives_alone(problem: BenchModel, collectives: Collectives) -> dict[str, Turn]:
-    """All units once, one after another, with nothing beside it."""
-    lengths = [size // 4 // collectives.size * collectives.size for size in problem.unit_bytes()]
+def _collectives_alone(
+    problem: BenchModel, groups: Mapping[str, Group], computing: Turn
+) -> dict[str, Turn]:
+    """All units once, one after another: with nothing beside it, and beside a step that computes.
+
+    What the step takes longer beside them is the time of the processor that they take from it.
+    """
+    gathers, reduces = (groups[role].collectives for role in ("gather", "reduce"))
+    size = gathers.size
+    lengths = [num_bytes // 4 // size * size for num_bytes in problem.unit_bytes()]
     wholes = [torch.zeros(length) for length in lengths]
-    shards = [torch.zeros(length // collectives.size) for length in lengths]
+    shards = [torch.zeros(length // size) for length in lengths]
+    pairs = list(zip(wholes, shards, strict=True))
+    gathered = [torch.zeros(length) for length in lengths]
 
     def gather() -> None:
-        for whole, shard in zip(wholes, shards, strict=True):
-            collectives.all_gather(shard, out=whole)
+        for whole, shard in pairs:
+            gathers.all_gather(shard, out=whole)
 
     def reduce() -> None:
-        for whole, shard in zip(wholes, shards, strict=True):
-            collectives.reduce_scatter(whole, out=shard)
+        for whole, shard in pairs:
+            gathers.reduce_scatter(whole, out=shard)
 
-    return {GATHER: Turn(gather), REDUCE: Turn(reduce)}
+    def beside() -> None:
+        pending = [reduces.reduce_scatter_async(whole) for whole in wholes]
+        pending += [
+            gathers.all_gather_async(shard, out=whole)
+            for shard, whole in zip(shards, gathered, strict=True)
+        ]
+        computing.run()
+        for one in pending:
+            one.wait()
+
+    turns = {GATHER: Turn(gather), REDUCE: Turn(reduce)}
+    return turns | {BESIDE: Turn(beside, computing.prepare)}
 
 
 def _predict(

@@ -1,27 +1,22 @@
-"""Measurements as rows of a CSV, as tables to read, and as a picture."""
+"""Measurements as rows of a CSV, and as tables to read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-from core_bench.runner import Results, Row, picture, row, tables
+from core_bench.rows import Row, row
+from core_bench.runner import Results
+from core_bench.tables import tables, told
 from fsdp_bench.measure import FsdpResult
 from fsdp_bench.settings import (
     CHANGES,
     COMPARED,
-    FORMS,
     FSDP2,
     NO_PAIRS,
     NO_PREFETCH,
     ONE,
-    OURS,
-    THEIRS,
     TUNED,
     TUNED_TWO_RAILS,
-    TWO,
     TWO_RAILS,
     UNSHARDED,
     Settings,
@@ -35,7 +30,7 @@ _MEBI = 1 << 20
 
 
 def results_of(settings: Settings, found: Sequence[FsdpResult]) -> Results:
-    return Results(rows_of(found), tables_of(settings, found), partial(plot_times, found))
+    return Results(rows_of(found), tables_of(settings, found))
 
 
 def rows_of(found: Sequence[FsdpResult]) -> list[Row]:
@@ -68,19 +63,17 @@ def _measured(found: Sequence[FsdpResult]) -> list[Row]:
 def tables_of(settings: Settings, found: Sequence[FsdpResult]) -> str:
     """The same for a reader."""
     rates = " and ".join(f"{link.mbit_per_s:g}" for link in settings.links)
-    lines = [
+    text = (
         "Forward and backward, fp32, one thread a rank, gloo with one worker thread a group; "
-        f"links of {rates} Mbit/s each way.",
-        f"`{FSDP2}`: torch's fully_shard as shipped. Each line after it adds one thing, up to "
-        f"`{TUNED}`: our",
-        "reduce-scatter and all-gather, gathers ahead by explicit lists, each reduce waited for "
-        "after the next is issued,",
-        "the last two units kept. `2 groups` reduces on a communicator of its own, `2 rails` on "
-        "one of the second rail.",
-        f"`{NO_PREFETCH}` gathers a unit when it is needed, the others of ours one ahead; "
-        f"`{NO_PAIRS}`",
-        "has gloo's all-gather and all-to-all. Gradients were those of one process in every step.",
-    ]
+        f"links of {rates} Mbit/s each way. `{FSDP2}`: torch's fully_shard as shipped. Each line "
+        f"after it adds one thing, up to `{TUNED}`: our reduce-scatter and all-gather, gathers "
+        "ahead by explicit lists, each reduce waited for after the next is issued, the last two "
+        "units kept. `2 groups` reduces on a communicator of its own, `2 rails` on one of the "
+        f"second rail. `{NO_PREFETCH}` gathers a unit when it is needed, the others of ours one "
+        f"ahead; `{NO_PAIRS}` has gloo's all-gather and all-to-all. Gradients were those of one "
+        "process in every step."
+    )
+    lines = [told(text)]
     lines += tables(_measured(found))
     if rows := _predicted(found):
         lines += [
@@ -166,43 +159,3 @@ def _predicted(found: Sequence[FsdpResult]) -> list[Row]:
 
 def _row(case: str, place: str, value: float, unit: str, rounds: int) -> Row:
     return row(NAME, f"{case} @ {place}", value, unit, rounds)
-
-
-_COLORS = dict.fromkeys(THEIRS, "0.6") | dict.fromkeys(OURS, "tab:blue") | {UNSHARDED: "0.85"}
-
-
-def plot_times(found: Sequence[FsdpResult], image: Path) -> None:
-    """Milliseconds of a step, the median as a bar and all rounds as points; a line a link."""
-    shown = [one for one in found if one.num_ranks > 1]
-    links = list(dict.fromkeys(one.link for one in shown))
-    lines = [[one for one in shown if one.link == link] for link in links]
-    most = max(map(len, lines))
-    names = (*(form.name for form in FORMS), UNSHARDED)
-    cases = [case for case in names if case in shown[0].timings]
-    shape = {"columns": most, "rows": len(lines)}
-    with picture(image, **shape, size=(4 + 2 / most, 4.2), sharey=True) as grid_of:
-        for panels, line in zip(grid_of, lines, strict=True):
-            for panel in panels[len(line) :]:
-                panel.set_visible(False)
-            for panel, one in zip(panels, line, strict=False):
-                _draw(panel, one, cases)
-        grid_of[0][0].invert_yaxis()
-        if grid_of[0][0].get_legend_handles_labels()[0]:
-            grid_of[0][0].legend(loc="lower right", fontsize="x-small")
-
-
-def _draw(panel: Any, one: FsdpResult, cases: Sequence[str]) -> None:
-    for place, case in enumerate(cases):
-        timing = one.timings[case]
-        panel.barh(place, timing.median_us / 1e3, color=_COLORS[case])
-        rounds_ms = [time / 1e3 for time in timing.rounds_us]
-        panel.plot(rounds_ms, [place] * len(rounds_ms), "k.", markersize=2)
-    for case, index, rails, style in ((TWO, 0, "one rail", "--"), (TWO_RAILS, 1, "two rails", ":")):
-        if case in one.bounds_s:
-            label, bound_ms = f"pcomm's lower bound, {rails}", one.bounds_s[case][index] * 1e3
-            panel.axvline(bound_ms, color="tab:red", linestyle=style, lw=1, label=label)
-    panel.set_yticks(range(len(cases)), cases)
-    name = one.link.name or f"{one.link.mbit_per_s:g} Mbit/s"
-    panel.set_title(f"{one.model}, {one.num_ranks} ranks, {name}", fontsize="small")
-    panel.set_xlabel("ms, forward and backward")
-    panel.set_xlim(0)

@@ -28,7 +28,7 @@ def test_the_command_measures_prints_and_writes(
     line += ["--csv", str(rows)]
     # It draws the picture, and is no requirement.
     draws = find_spec("matplotlib") is not None
-    assert main([*line, "--plot", str(image)] if draws else line) == 0
+    assert main([*line, "--plot", str(image.parent)] if draws else line) == 0
     told = capsys.readouterr().out
     assert "x as fast:" in told
     assert "PREDICTION of a model, not measured" in told

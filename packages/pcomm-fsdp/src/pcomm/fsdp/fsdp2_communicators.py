@@ -92,7 +92,7 @@ class Fsdp2Communicators:
 
     Args:
         names: The modules that have them.
-        before: What they had before.
+        before: What these modules communicated through before.
         groups: The groups.
 
     Attributes:

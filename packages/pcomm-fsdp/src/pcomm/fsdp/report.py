@@ -55,7 +55,7 @@ class Report:
         decided: Parameter groups, measured separations and the schedule, as text.
         micro_batches: Number of micro-batches of the step.
         sent: Bytes that the rank sends at least, by role, counted from schedules and plans.
-        ideal: The same by the formula of the strategy for buffers without padding.
+        ideal: Bytes by the formula of the strategy for buffers without padding.
         kept: Bytes of it that are not sent, since units stay gathered from forward to backward.
         padding: Fraction of all flat buffers that belongs to no parameter.
         memory: The most memory that buffers take.

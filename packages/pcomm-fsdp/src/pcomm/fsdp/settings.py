@@ -52,7 +52,7 @@ class Scope:
 
     Args:
         selects: Returns True for the name and the parameter of a parameter of this scope.
-        roles: Its groups.
+        roles: Groups that gather and reduce these parameters.
         divisor: Number that the summed gradient is divided by; None for that of the model. With
             expert parallelism that is right: an expert's gradient on one rank already holds the
             tokens of the whole expert-parallel group, so the sum over *its* replicas is that over

@@ -43,7 +43,7 @@ class Sharded:
 
     Args:
         model: The model.
-        runtime: Its runtime.
+        runtime: State of the model and its schedule.
         names: The first name of each parameter, by each of its names in the model.
         separations: Measurements of `separate="auto"`.
         memory: Registered memory of the groups, if there is any.

@@ -28,7 +28,7 @@ def check_model(
 
     Args:
         model: The model.
-        roles: Its groups.
+        roles: Groups of the parameters that no scope selects.
         scopes: Scopes by name, with groups of their own.
         entry_points: Names of methods that begin a forward.
         device: Device of the shards; None for that of the parameters.

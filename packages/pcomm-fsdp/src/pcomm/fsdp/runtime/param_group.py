@@ -233,7 +233,7 @@ class _InFlight(NamedTuple):
     """A reduce-scatter that has been started.
 
     Attributes:
-        pending: Its result, this rank's shard of the sum.
+        pending: This rank's shard of the sum, once the reduce is done.
         buffer: The send buffer.
         is_autograds: True if the send buffer is a tensor of autograd's, and not one of the pool.
     """
