@@ -6,7 +6,8 @@ import random
 import time
 from collections.abc import Callable
 
-from core_bench.runner import Row, row, time_cases
+from core_bench.rows import Row, row
+from core_bench.runner import time_cases
 from pcomm.core.topology import Topology
 from pcomm.ntp.planning.failures import Failures
 from pcomm.ntp.planning.plan import NtpPlan, plan

@@ -14,7 +14,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from json import dumps, loads
@@ -24,11 +24,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from core_bench.runner import Row, row
+from core_bench.rows import Row, row
 from ntp_bench.small_model import ROWS, WIDTH, StackModel, rows_of_replica, stack_units
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.open_groups import Groups
-from pcomm.core.process.resilient_ranks import RankPlace, ResilientRanks
+from pcomm.core.process import RankPlace, ResilientRanks
 from pcomm.core.topology import Topology
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.session import Session, TrainState
@@ -118,23 +118,27 @@ class RecoveryCost:
 
 
 def recovery_of(
-    attempts: Mapping[int, Sequence[TimedAttempt]], *, killed_at_s: float, victim: int, members: int
+    attempts: Mapping[int, Sequence[TimedAttempt]],
+    *,
+    killed_at_s: float,
+    victims: Collection[int],
+    members: int,
 ) -> RecoveryCost | None:
     """The recovery after a kill, or None where it has not happened yet.
 
     Args:
         attempts: Attempts by number of the process, in order.
         killed_at_s: Time of the kill in seconds on the monotonic clock.
-        victim: Number of the killed process.
+        victims: Numbers of the killed processes.
         members: Number of members of the job after the kill, as attempts count them.
 
     Raises:
         ConfigError: No other process has attempts.
     """
-    others = [found for process, found in attempts.items() if process != victim]
+    others = [found for process, found in attempts.items() if process not in victims]
     if not others:
         raise ConfigError(
-            f"the recovery after the end of process {victim}",
+            f"the recovery after the end of processes {sorted(victims)}",
             found="no other process",
             why="Time is taken on those that train on.",
             fix="Use two or more.",
@@ -256,15 +260,16 @@ class Signs:
     is_told: bool = True
 
 
-SETTINGS = (
-    (4, Signs("told by the launcher")),
-    (2, Signs("told by the launcher")),
-    (2, Signs("by heartbeats alone, dead after 0.5 s", 0.05, 0.5, is_told=False)),
-)
-"""Tensor-parallel degree and evidence of the jobs whose ranks are killed."""
+_TOLD = Signs("told by the launcher")
+_HEARD = Signs("by heartbeats alone, dead after 0.5 s", 0.05, 0.5, is_told=False)
+SETTINGS = ((4, _TOLD), (2, _TOLD), (2, _HEARD))
+"""Tensor-parallel degree and evidence of jobs whose ranks are killed one after another."""
+
+REPLICA_SETTINGS = ((2, _TOLD), (2, _HEARD))
+"""The same of jobs of which all ranks of a replica are killed at once."""
 
 
-class _Job:
+class KilledJob:
     """The ranks of a job of two replicas, and what they have written down.
 
     Args:
@@ -272,17 +277,27 @@ class _Job:
         tp: Tensor-parallel degree of the whole job.
         signs: Evidence of a death that the ranks have.
         folder: Empty folder for what they write.
+        task: Function that the ranks call, with `first` and then the arguments of `train`.
+        first: Its first arguments after the place.
     """
 
-    def __init__(self, ranks: ResilientRanks, tp: int, signs: Signs, folder: Path) -> None:
-        self.size = ranks.size
-        self._ranks, self._tp, self._signs, self._folder = ranks, tp, signs, folder
+    def __init__(
+        self,
+        ranks: ResilientRanks,
+        tp: int,
+        signs: Signs,
+        folder: Path,
+        task: Callable[..., None] | None = None,
+        first: tuple[object, ...] = (),
+    ) -> None:
+        self.size, self.tp = ranks.size, tp
+        self._ranks, self._signs, self._folder, self._first = ranks, signs, folder, first
         self._starts = dict.fromkeys(range(ranks.size), 0)
         self._store = ranks.place(0).store()
         # Number of ended processes that were looked at, and of those that were alive but excluded.
         self._seen = self._excluded = 0
-        self._killed: int | None = None
-        ranks.start(_train, (tp, str(folder), 0, signs))
+        self._gone: Collection[int] = ()
+        ranks.start(task or train, self._args(0))
 
     def attempts(self) -> dict[int, list[TimedAttempt]]:
         """Attempts of the present process of each rank."""
@@ -295,24 +310,35 @@ class _Job:
             "the whole job",
         )
 
-    def kill(self, victim: int) -> Kill:
-        """Kill a rank, wait until the others have committed a step, and let it join again."""
-        self._killed, excluded = victim, self._excluded
-        members, killed_at_s = self.size - 1, time.monotonic()
-        self._ranks.kill(victim, signal.SIGKILL)
+    def take_away(self, victims: Collection[int]) -> None:
+        """Have ranks die, or whatever else makes them go. Local."""
+        for victim in victims:
+            self._ranks.kill(victim, signal.SIGKILL)
+
+    def make_way(self, victims: Collection[int]) -> None:
+        """See to it that the processes of ranks that are gone end."""
+
+    def lose(self, victims: Collection[int]) -> Kill:
+        """Lose ranks, wait until the others have committed a step, and let them join again."""
+        self._gone, excluded = victims, self._excluded
+        members, killed_at_s = self.size - len(victims), time.monotonic()
+        self.take_away(victims)
         recovery = self._wait_for(
             lambda: recovery_of(
-                self.attempts(), killed_at_s=killed_at_s, victim=victim, members=members
+                self.attempts(), killed_at_s=killed_at_s, victims=victims, members=members
             ),
-            "a step without the killed rank",
+            "a step without those that are gone",
         )
-        others = {rank: own for rank, own in self.attempts().items() if rank != victim}
+        others = {rank: own for rank, own in self.attempts().items() if rank not in victims}
         slowest = max(others, key=lambda rank: first_commit_s(others[rank], killed_at_s, members))
         left = _read_left(self._path(slowest))
         parts = parts_of(others[slowest], left, killed_at_s=killed_at_s, members=members)
         missing = sum(map(steps_missing, others.values()))
-        self._ranks.wait([victim])
-        self._join_again(victim)
+        self.make_way(victims)
+        self._ranks.wait(list(victims), timeout_s=_PATIENCE_S)
+        self._gone = ()
+        for victim in victims:
+            self._join_again(victim)
         return Kill(recovery, parts, missing, self._excluded - excluded)
 
     def _wait_for(self, answer: Callable[[], _T | None], what: str) -> _T:
@@ -322,12 +348,14 @@ class _Job:
             while self._seen < self._store.add("pcomm/ended/count", 0):
                 self._seen += 1
                 words = self._store.get(f"pcomm/ended/{self._seen}").decode()
-                rank = int(words.split()[0])
-                if "FencedError" in words:
-                    self._excluded += 1
-                    self._join_again(rank)
-                elif rank != self._killed or "killed" not in words:
+                rank, start = map(int, words.split()[:2])
+                if start < self._starts[rank] or rank in self._gone:
+                    # Another process has its place, or gets it in `lose`.
+                    continue
+                if "FencedError" not in words:
                     raise _no_sign(what, words)
+                self._excluded += 1
+                self._join_again(rank)
             if time.monotonic() > end_s:
                 raise _no_sign(what, "none that should not")
             time.sleep(0.02)
@@ -335,15 +363,22 @@ class _Job:
 
     def _join_again(self, rank: int) -> None:
         self._starts[rank] += 1
-        args = self._tp, str(self._folder), self._starts[rank], self._signs
-        self._ranks.join_again(rank, args)
+        self._ranks.join_again(rank, self._args(self._starts[rank]))
+
+    def _args(self, start: int) -> tuple[object, ...]:
+        return *self._first, self.tp, str(self._folder), start, self._signs
 
     def _path(self, rank: int) -> Path:
         return _path(self._folder, rank, self._starts[rank])
 
 
 def kill_ranks(
-    tp: int, kills: int, signs: Signs, *, tell: Callable[[Kill], None] = lambda _: None
+    tp: int,
+    kills: int,
+    signs: Signs,
+    *,
+    is_replica: bool = False,
+    tell: Callable[[Kill], None] = lambda _: None,
 ) -> list[Kill]:
     """Kill ranks of a job of two replicas. Starts processes of its own.
 
@@ -351,23 +386,37 @@ def kill_ranks(
         tp: Tensor-parallel degree of the whole job.
         kills: Number of kills.
         signs: Evidence of a death that the ranks have.
+        is_replica: True to kill all ranks of a replica each time.
         tell: Function that is called with each result.
 
     Raises:
         UnsupportedError: The job did not go on in time.
     """
-    chance, found = random.Random(0), []
     with (
         tempfile.TemporaryDirectory() as folder,
         ResilientRanks(2 * tp, preload=[__name__], imports_main=False) as ranks,
     ):
-        job = _Job(ranks, tp, signs, Path(folder))
-        for _ in range(kills):
-            job.wait_for_all()
-            # A random moment of one of the next steps.
-            time.sleep(chance.uniform(0, 0.2))
-            found.append(job.kill(chance.randrange(job.size)))
-            tell(found[-1])
+        job = KilledJob(ranks, tp, signs, Path(folder))
+        return lose_ranks(job, kills, is_replica=is_replica, tell=tell)
+
+
+def lose_ranks(
+    job: KilledJob, times: int, *, is_replica: bool, tell: Callable[[Kill], None]
+) -> list[Kill]:
+    """Lose a random rank, or a random replica, again and again, whenever the job is whole.
+
+    Raises:
+        UnsupportedError: The job did not go on in time.
+    """
+    chance, found = random.Random(0), []
+    for _ in range(times):
+        job.wait_for_all()
+        # A random moment of one of the next steps.
+        time.sleep(chance.uniform(0, 0.2))
+        victim = chance.randrange(job.size)
+        first = victim // job.tp * job.tp
+        found.append(job.lose(range(first, first + job.tp) if is_replica else [victim]))
+        tell(found[-1])
     return found
 
 
@@ -393,7 +442,7 @@ def _read_left(path: Path) -> list[GenerationChange]:
     )
 
 
-def _train(place: RankPlace, tp: int, folder: str, start: int, signs: Signs) -> None:
+def train(place: RankPlace, tp: int, folder: str, start: int, signs: Signs) -> None:
     """On a rank: train until the process is ended, and write a line for each attempt."""
     torch.manual_seed(0)
     rank = place.rank
@@ -451,16 +500,17 @@ def _train(place: RankPlace, tp: int, folder: str, start: int, signs: Signs) -> 
                 seen = len(session.transitions)
 
 
-def kill_rows(found: Sequence[Kill], place: str) -> list[Row]:
+def kill_rows(found: Sequence[Kill], place: str, benchmark: str = "ntp recovery") -> list[Row]:
     """Seconds from the kill to the next committed step, their parts, and what was lost.
 
     Args:
         found: Kills, at least one.
         place: Words for the job and what tells of deaths.
+        benchmark: Name of the rows; those of one name are replaced together.
     """
 
     def named(case: str, value: float, unit: str, number: int) -> Row:
-        return row("ntp recovery", f"{case} @ {place}", value, unit, number)
+        return row(benchmark, f"{case} @ {place}", value, unit, number)
 
     seconds = [kill.recovery.seconds for kill in found]
     number = len(found)

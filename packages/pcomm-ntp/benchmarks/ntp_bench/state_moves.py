@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core_bench.runner import Row, Timing, row, take_turns
+from core_bench.rows import Row, row
+from core_bench.runner import Timing, take_turns
 from ntp_bench.small_model import stack_units
 from pcomm.core.control import default_control
 from pcomm.core.groups.group import Group

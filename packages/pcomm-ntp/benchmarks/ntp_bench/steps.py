@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core_bench.runner import Row, Timing, row, take_turns
+from core_bench.rows import Row, row
+from core_bench.runner import Timing, take_turns
 from ntp_bench.small_model import (
     LAYERS_ROLE,
     StackModel,
@@ -164,7 +165,7 @@ def steps_of_rank(tp: int, rows: int, rounds: int, width: int = _WIDTH) -> dict[
         if case == SESSION:
             ending, steps[case] = _session_step(store, made, rank, width, rows)
             continue
-        groups = _open(store, made, strategy, spies[case])
+        groups = open_spied(store, made, strategy, spies[case])
         opened.append(groups)
         steps[case] = _step(made, groups, rank, width, rows, strategy)
     sent: dict[str, tuple[int, int]] = dict.fromkeys(CASES, (0, 0))
@@ -198,7 +199,7 @@ def steps_of_rank(tp: int, rows: int, rounds: int, width: int = _WIDTH) -> dict[
     }
 
 
-def _open(
+def open_spied(
     store: SharedStore, made: NtpPlan, strategy: Strategy | None, spies: list[SpyCollectives]
 ) -> Groups:
     """Groups of a job; `spies` gets one of each group that sums gradients."""
@@ -227,7 +228,7 @@ def _step(
     tensor = next(one for one in groups.values() if one.role == LAYERS_ROLE and rank in one.ranks)
     model = StackModel(made, tensor.collectives, rank, width=width, layers=_LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loss_of, weight = _loss(made, rank, width, rows)
+    loss_of, weight = loss_of_rank(made, rank, width, rows)
 
     def loss() -> Tensor:
         return loss_of(model)
@@ -278,18 +279,24 @@ def _session_step(
         return TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     session = Session(store.connect, made.topology, dict(made.units), build, rank=rank)
-    attempts = session.attempts(until=_FOREVER)
-    loss, weight = _loss(made, rank, width, rows)
+    return session.close, step_of(session, loss_of_rank(made, rank, width, rows))
+
+
+def step_of(
+    session: Session, of_rank: tuple[Callable[[nn.Module], Tensor], float]
+) -> Callable[[], None]:
+    """A step of an endless session: the loss of this rank's rows with its weight, and a commit."""
+    attempts, (loss, weight) = session.attempts(until=_FOREVER), of_rank
 
     def step() -> None:
         with next(attempts) as attempt:
             attempt.backward(loss(session.model), weight=weight)
             attempt.commit()
 
-    return session.close, step
+    return step
 
 
-def _loss(
+def loss_of_rank(
     made: NtpPlan, rank: int, width: int, rows: int
 ) -> tuple[Callable[[nn.Module], Tensor], float]:
     """The loss of this rank's rows, and their share of the global batch."""
@@ -326,9 +333,9 @@ def step_rows(found: Mapping[str, Sequence[StepTimes]], share: Fraction, place: 
 
     busiest = {case: _busiest(case, ranks) for case, ranks in used.items()}
     for unit, timings in {
-        "ms, wall": {case: _slowest(case, ranks) for case, ranks in used.items()},
+        "ms, wall": {case: slowest(case, ranks) for case, ranks in used.items()},
         "ms of a core, busiest rank": busiest,
-        "ms of cores, all ranks": {case: _together(case, ranks) for case, ranks in used.items()},
+        "ms of cores, all ranks": {case: together(case, ranks) for case, ranks in used.items()},
     }.items():
         for case, timing in timings.items():
             ratio = None if case == WHOLE else timing.ratio_to(timings[WHOLE])
@@ -348,7 +355,7 @@ def step_rows(found: Mapping[str, Sequence[StepTimes]], share: Fraction, place: 
     return rows
 
 
-def _slowest(case: str, ranks: Sequence[StepTimes]) -> Timing:
+def slowest(case: str, ranks: Sequence[StepTimes]) -> Timing:
     return _timing(case, [max(one) for one in zip(*(r.wall_us for r in ranks), strict=True)])
 
 
@@ -358,7 +365,7 @@ def _busiest(case: str, ranks: Sequence[StepTimes]) -> Timing:
     return _timing(case, busiest.core_us)
 
 
-def _together(case: str, ranks: Sequence[StepTimes]) -> Timing:
+def together(case: str, ranks: Sequence[StepTimes]) -> Timing:
     return _timing(case, [sum(one) for one in zip(*(r.core_us for r in ranks), strict=True)])
 
 

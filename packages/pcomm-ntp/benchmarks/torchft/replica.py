@@ -8,6 +8,7 @@ committed, and the number of replica groups that took part. Written against torc
 from __future__ import annotations
 
 import argparse
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--replica", type=int, required=True)
     parser.add_argument("--lighthouse", required=True)
+    parser.add_argument("--host", required=True)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--collective-timeout", type=float, required=True)
     parser.add_argument("--heartbeat", type=float, required=True)
@@ -30,6 +32,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
     arguments = parser.parse_args()
+    if arguments.host != "localhost":
+        # An address is a name that resolves everywhere.
+        socket.sethostname(arguments.host)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     width = arguments.width
@@ -51,7 +56,7 @@ def main() -> None:
     def save() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": plain.state_dict()}
 
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(arguments.host, 0, is_master=True, wait_for_workers=False)
     limit = timedelta(seconds=arguments.timeout)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=arguments.collective_timeout)),
@@ -63,11 +68,11 @@ def main() -> None:
         connect_timeout=limit,
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr=arguments.host,
         store_port=store.port,
         lighthouse_addr=arguments.lighthouse,
         replica_id=f"replica_{arguments.replica}",
-        hostname="localhost",
+        hostname=arguments.host,
         heartbeat_interval=timedelta(seconds=arguments.heartbeat),
     )
     wrapped = DistributedDataParallel(manager, model)

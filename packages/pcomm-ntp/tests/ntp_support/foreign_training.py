@@ -20,7 +20,9 @@ from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.core.topology import Topology
 from pcomm.ntp import Failures, GradSync, NtpPlan, grad_groups, nonuniform, plan, units_of
-from pcomm.ntp.sync.grad_groups import tensor_groups
+from pcomm.ntp.planning.owners import Hosts, Owners
+from pcomm.ntp.sync.grad_groups import group_names, tensor_groups
+from pcomm.ntp.sync.owned_params import OwnedParams, unit_sizes
 
 __all__ = ["assert_trains_like_one_process", "causal_families", "foreign_model", "plan_for"]
 
@@ -94,29 +96,49 @@ def _wide(one: Any) -> Any:
 
 
 def assert_trains_like_one_process(
-    whole: nn.Module, degrees: tuple[int, ...], *, atol: float = 1e-11
+    whole: nn.Module,
+    degrees: tuple[int, ...],
+    *,
+    atol: float = 1e-11,
+    copies: int | None = None,
 ) -> None:
     """Logits, loss, gradients and parameters of two steps are those of the whole model.
 
     Every number is relative to the largest of its tensor, or to 1.
     """
     made = plan_for(degrees, whole)
-    copies = {rank: copy.deepcopy(whole) for rank in made.topology.ranks}
-    dense = _train(whole, lambda ids: [slice(None)], None)
+    models = {rank: copy.deepcopy(whole) for rank in made.topology.ranks}
+    dense = _train(whole, lambda ids: [slice(None)], None, None)
+    names = group_names(made, "interval")
     tensors = [
         GroupSpec.of_ranks(one.ranks, f"tensor{number}")
         for number, one in enumerate(tensor_groups(made, 0))
     ]
 
     def task(rank: int, groups: Groups) -> None:
-        place, own = made.place(rank), copies[rank]
+        place, own = made.place(rank), models[rank]
         group = next(g for g in groups.values() if g.name.startswith("tensor"))
         nonuniform(own, made, group.collectives, rank=rank)
         shares = made.token_shares(_SEQUENCES)
         first = sum(shares[: place.replica])
         rows = slice(first, first + shares[place.replica])
         sync = GradSync(made, own, groups, rank=rank)
-        found = _train(own, lambda ids: [rows], sync)
+
+        def owners(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+            if copies is None:
+                return optimizer.step  # type: ignore[return-value]
+            layouts = param_layouts_of(own)
+            sizes = unit_sizes(made, own, optimizer, layouts)
+            dealt = Owners.deal(made, rank, sizes, Hosts.of(made.topology, copies))
+            owned = OwnedParams(made, rank, own, optimizer, layouts, dealt)
+
+            def step() -> None:
+                owned.step()
+                owned.gather_weights(lambda ranks: groups[names[ranks]])
+
+            return step
+
+        found = _train(own, lambda ids: [rows], sync, owners)
         layouts = param_layouts_of(own)
         assert found[0].keys() == dense[0].keys()
         for step, (mine, full) in enumerate(zip(found, dense, strict=True)):
@@ -136,10 +158,14 @@ def assert_trains_like_one_process(
 
 
 def _train(
-    model: nn.Module, parts: Callable[[Tensor], list[slice]], sync: GradSync | None
+    model: nn.Module,
+    parts: Callable[[Tensor], list[slice]],
+    sync: GradSync | None,
+    owners: Callable[[torch.optim.Optimizer], Callable[[], None]] | None,
 ) -> list[dict[str, Tensor]]:
     """What each step has: logits of these rows, and all gradients and parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    apply = optimizer.step if owners is None else owners(optimizer)
     vocabulary, found = _vocabulary(model), []
     for step in range(_STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -161,7 +187,7 @@ def _train(
             gradient = own.grad if own.grad is not None else torch.zeros_like(own)
             if own.requires_grad:
                 state[f"gradient of {name}"] = gradient.clone()
-        optimizer.step()
+        apply()
         state |= {name: own.detach().clone() for name, own in model.named_parameters()}
         if sync is None:
             optimizer.zero_grad()

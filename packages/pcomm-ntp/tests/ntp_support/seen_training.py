@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from pcomm.core.collectives import IdentityCollectives
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import NtpPlan
+from pcomm.ntp.redistribute import Moved
+from pcomm.ntp.sync.owned_params import OwnedParams
 
 __all__ = ["Seen", "SeenStep", "assert_seen", "dense_run", "state_of"]
 
@@ -50,8 +53,12 @@ class Seen:
         generations: Ranks of each generation that it was in.
         reasons: Reason for each of these generations.
         gone: Ranks that it saw go, with the reason that was told.
+        rank: Rank that it had: of a spare, that whose place it took; -1 of one that took none.
         living: At the beginning of each attempt at each fifth step, numbers of the threads of this
             process, of its open files, of process groups and of living tensors.
+        moved: Bytes of state that moved in each generation in which some did.
+        owned: Elements of which it owns the optimizer's state in the end, and elements of its part
+            of the model.
     """
 
     steps: list[SeenStep] = field(default_factory=list)
@@ -59,7 +66,10 @@ class Seen:
     generations: list[tuple[int, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     gone: dict[int, str] = field(default_factory=dict)
+    rank: int = -1
     living: list[tuple[int, int, int, int]] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
+    owned: tuple[int, int] = (0, 0)
 
 
 def assert_seen(seen: Mapping[int, Seen], until: int, *, atol: float = 1e-12) -> None:
@@ -119,14 +129,34 @@ def dense_run(until: int) -> tuple[list[dict[str, tuple[Tensor, ...]]], list[flo
     return states, losses, norms
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, ...]]:
-    """Each parameter and, where there are any, its moments; copies."""
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, owned: OwnedParams | None = None
+) -> dict[str, tuple[Tensor, ...]]:
+    """Each parameter and, where there are any, its moments; copies.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        owned: What the rank owns; what it does not is NaN in the moments. None if it has all.
+    """
     kept: dict[str, tuple[Tensor, ...]] = {}
     for name, parameter in model.named_parameters():
-        own = optimizer.state.get(parameter, {})
-        moments = [own[key] for key in ("exp_avg", "exp_avg_sq") if key in own]
+        part = None if owned is None else owned._parts[name]
+        own = optimizer.state.get(parameter if part is None else part.own, {})
+        moments = [own[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if key in own]
+        if part is not None:
+            moments = [_spread(part, one) for one in moments]
         kept[name] = tuple(one.detach().clone() for one in (parameter, *moments))
     return kept
+
+
+def _spread(part: Any, moment: Tensor) -> Tensor:
+    whole = torch.full_like(part.whole.detach(), float("nan"))
+    for one in part.held:
+        into = part.boxes(whole, part.extent, (one,))
+        for box, own in zip(into, part.boxes(moment, part.held, (one,)), strict=True):
+            box.copy_(own)
+    return whole
 
 
 def _assert_state(
@@ -146,4 +176,7 @@ def _assert_state(
             param_layout = ParamLayout(layout, 1 if name == "fc2.weight" else 0)
         for one, whole in zip(own, dense[name], strict=True):
             expected = small_training._own(whole, param_layout, place.index)
-            torch.testing.assert_close(one, expected, rtol=0, atol=atol)
+            # What the rank does not own.
+            expected = expected.where(~one.isnan(), one)
+            torch.testing.assert_close(one, expected, rtol=0, atol=atol, equal_nan=True)
+            assert one is not own[0] or one.isfinite().all()

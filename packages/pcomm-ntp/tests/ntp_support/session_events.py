@@ -26,6 +26,7 @@ __all__ = [
     "hold_for",
     "hold_for_failure",
     "hold_for_joins",
+    "hold_for_returns",
     "host_store",
     "raise_at",
     "save_state",
@@ -43,9 +44,31 @@ def hold_for_joins(session: Session, place: RankPlace, *, counts: Mapping[int, i
             time.sleep(0.005)
 
 
+def hold_for_returns(
+    session: Session, place: RankPlace, *, period: int, at: int, spare: int
+) -> None:
+    """Wait at the step `at` of each period until each rank that `struck` asks to join again.
+
+    Args:
+        session: The session.
+        place: Place of this rank.
+        period: Steps of a period.
+        at: Step within it.
+        spare: Number of requests of spares at the start, which are waited for, too.
+    """
+    if session.step % period == at or (spare and session.step == 0):
+        store = place.store()
+        while session.failure is None:
+            if (number := spare + store.add("struck", 0)) == 0:
+                return
+            if store.check([f"pcomm/session/join/{number}"]):
+                return
+            time.sleep(0.005)
+
+
 def hold_for_failure(session: Session, place: RankPlace, *, step: int) -> None:
     """Wait at the beginning of a step until the ranks leave; count those that wait as `held`."""
-    if session.step == step:
+    if session.step == step and session.generation == 0:
         place.store().add("held", 1)
         while session.failure is None:
             time.sleep(0.005)

@@ -23,10 +23,12 @@ from pcomm.core.tensor_parallel import (
     take_shard,
     vocabulary_parallel_cross_entropy,
 )
+from pcomm.ntp.planning.owners import Hosts, Owners
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
-from pcomm.ntp.sync.grad_groups import Strategy, grad_groups, tensor_groups
+from pcomm.ntp.sync.grad_groups import Strategy, grad_groups, group_names, tensor_groups
 from pcomm.ntp.sync.grad_sync import GradSync
+from pcomm.ntp.sync.owned_params import OwnedParams, unit_sizes
 
 __all__ = [
     "StepState",
@@ -114,9 +116,26 @@ class SmallModel(nn.Module):
 
 
 def train(
-    plan: NtpPlan, rank: int, groups: Groups, *, strategy: Strategy = "interval", steps: int = 5
+    plan: NtpPlan,
+    rank: int,
+    groups: Groups,
+    *,
+    strategy: Strategy = "interval",
+    steps: int = 5,
+    copies: int | None = None,
+    after: Callable[[OwnedParams], None] | None = None,
 ) -> list[StepState]:
-    """Train the shards of one rank, with two micro-batches of unequal size a step. Collective."""
+    """Train the shards of one rank, with two micro-batches of unequal size a step. Collective.
+
+    Args:
+        plan: Plan of the job.
+        rank: Global rank.
+        groups: Groups of `training_specs`.
+        strategy: Strategy of the sums.
+        steps: Number of steps.
+        copies: Number of owners of each unit's optimizer state; None for all ranks that hold it.
+        after: Function called with what the rank owns, after the last step.
+    """
     place = plan.place(rank)
     mine = next(
         group
@@ -130,7 +149,14 @@ def train(
         return plan.layout(found[0], place.replica)
 
     model = SmallModel(layout, mine.collectives)
-    optimizer = _optimizer(model)
+    # Fused kernels read and write without a look at strides.
+    optimizer = _optimizer(model, fused=copies is not None)
+    owned = None
+    if copies is not None:
+        sizes = unit_sizes(plan, model, optimizer, param_layouts_of(model))
+        owners = Owners.deal(plan, rank, sizes, Hosts.of(plan.topology, copies))
+        owned = OwnedParams(plan, rank, model, optimizer, param_layouts_of(model), owners)
+    names = group_names(plan, strategy)
     shares = plan.token_shares(_TOKENS)
     first = sum(shares[: place.replica])
     sync = GradSync(plan, model, groups, rank=rank, strategy=strategy, bucket_bytes=256)
@@ -143,9 +169,18 @@ def train(
                 model(ids_T[part], targets_T[part]).backward()
         sync.finish()
         norm = sync.clip_grad_norm_(_MAX_NORM)
-        optimizer.step()
+        if owned is None:
+            optimizer.step()
+        else:
+            owned.step()
+            owned.gather_weights(lambda ranks: groups[names[ranks]])
         sync.zero_grad()
-        states.append(_state(norm, model, optimizer))
+        moments = None
+        if owned is not None:
+            moments = dict(owned.gather_state(lambda ranks: groups[names[ranks]]))
+        states.append(_state(norm, model, optimizer, moments))
+    if after is not None and owned is not None:
+        after(owned)
     sync.close()
     return states
 
@@ -191,8 +226,8 @@ def assert_training(
                 torch.testing.assert_close(one, expected, rtol=0, atol=atol)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+def _optimizer(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, fused=fused)
 
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:
@@ -201,11 +236,19 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
     return ids_T[:-1], ids_T[1:]
 
 
-def _state(norm: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> StepState:
+def _state(
+    norm: Tensor,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    moments: Mapping[str, Tensor] | None = None,
+) -> StepState:
     tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     state: Mapping[Tensor, dict[str, Tensor]] = optimizer.state
     for name, parameter in model.named_parameters():
-        own = state[parameter]
+        if moments is None:
+            own = state[parameter]
+        else:
+            own = {key: moments[f"optimizer.{key}.{name}"] for key in ("exp_avg", "exp_avg_sq")}
         kept = parameter.detach(), own["exp_avg"], own["exp_avg_sq"]
         tensors[name] = kept[0].clone(), kept[1].clone(), kept[2].clone()
     return StepState(norm, tensors)

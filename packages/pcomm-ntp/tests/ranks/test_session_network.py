@@ -1,83 +1,62 @@
-"""Sessions whose network fails: each rank, and the store, in a network namespace of its own."""
+"""Sessions whose network fails: hosts of ranks, and that of the store, in network namespaces."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
+import random
 import re
-import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from core_bench.rated_network import RatedNetwork, obstacle, rated_network
-from ntp_support.resilient_training import PRELOAD, train_on_hosts
+from core_bench.rated_network import obstacle
+from ntp_support.broken_hosts import Hosts, hosts_of
+from ntp_support.resilient_training import PRELOAD, train_in_session, train_on_hosts
 from ntp_support.seen_training import assert_seen
-from ntp_support.session_events import hold_for, host_store
+from ntp_support.session_events import hold_for, hold_for_failure
 from pcomm.core import Topology
 from pcomm.core.errors import FencedError, PeerError
-from pcomm.core.process import RankPlace, ResilientRanks
+from pcomm.core.process import RankPlace, RankReport, ResilientRanks
 from pcomm.core.testing.programs import scaled_s, wait_until
 from pcomm.ntp import Failures, StoreLostError
-from pcomm.ntp.session import Timeouts
+from pcomm.ntp.session import Session, Timeouts
 
-STORE = 4
-"""Number of the namespace with the store; below it those of ranks."""
-
-
-def address(number: int) -> str:
-    return f"10.77.0.{number + 1}"
+STORE = 3
+"""Number of the host with the store; below it those of ranks."""
 
 
-class Hosts:
-    """A store in a namespace, and ways to break the network."""
+def limits(dead_after_s: float = 1.0) -> Timeouts:
+    """Limits that are waited out, as short as a busy machine allows."""
+    return Timeouts(
+        heartbeat_s=0.1,
+        dead_after_s=scaled_s(dead_after_s),
+        agree_s=scaled_s(1.0),
+        operation_s=scaled_s(0.5),
+    )
 
-    def __init__(self, network: RatedNetwork) -> None:
-        self.network = network
-        # It ends when the other end of the pipe is closed.
-        self._pipe, theirs = mp.Pipe()
-        self._process = mp.get_context("forkserver").Process(
-            target=host_store, args=(theirs, network, STORE), daemon=True
-        )
-        self._process.start()
-        self.port: int = self._pipe.recv()
-        with network.inside(STORE):
-            self.store: dist.TCPStore = RankPlace(0, 1, address(STORE), self.port).store()
 
-    def args(self, *args: Any) -> tuple[Any, ...]:
-        """Arguments of `train_on_hosts`."""
-        return self.network, address(STORE), self.port, *args
-
-    def cut(self, number: int, *others: int) -> None:
-        """Lose, without an error, all packets of a namespace to some others."""
-        for other in others:
-            entry = f"neigh replace {address(other)} lladdr 02:00:00:00:00:01 nud permanent"
-            self._ip(number, f"{entry} dev {self.network.interfaces[0]}")
-
-    def disconnect(self, number: int) -> None:
-        """Lose all packets from and to a namespace."""
-        # At the hub, so that the host itself has a network that seems to work.
-        self._ip(-1, f"link set port{number}.0 down")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def _ip(self, number: int, words: str) -> None:
-        name = self.network.namespaces[number]
-        subprocess.run(["ip", "-n", name, *words.split()], check=True)
+@pytest.fixture(scope="module", autouse=True)
+def _can_make_hosts() -> None:
+    if reason := obstacle():
+        pytest.skip(f"no network namespaces here: {reason}")
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if reason := obstacle():
-        pytest.skip(f"no network namespaces here: {reason}")
-    with rated_network(STORE + 1, num_rails=1, mbit_per_s=1000.0) as network:
-        found = Hosts(network)
+    with hosts_of(STORE + 1, store_on=STORE) as found:
         yield found
-        found.close()
+
+
+def wait_for(hosts: Hosts, key: str, count: int, ranks: ResilientRanks) -> None:
+    """Wait for so many ranks, of which none may end before."""
+
+    def came() -> bool:
+        ended = ranks.place(0).store().add("pcomm/ended/count", 0)
+        assert not ended, ranks.wait(timeout_s=scaled_s(1.0))
+        return bool(hosts.store.add(key, 0) == count)
+
+    wait_until(came, f"{count} ranks that are {key}")
 
 
 def test_a_store_whose_host_has_no_network_ends_every_rank(hosts: Hosts) -> None:
@@ -86,11 +65,11 @@ def test_a_store_whose_host_has_no_network_ends_every_rank(hosts: Hosts) -> None
         topology = Topology({"dp": 1, "tp": 2})
         # Rank 0 asks the store in each step, and hangs in it.
         hold = partial(hold_for, key="go", step=1)
-        ranks.start(train_on_hosts, hosts.args(topology, 10**6, (), timeouts, hold))
-        wait_until(lambda: hosts.store.add("held", 0) == 2, "two ranks that train")
+        ranks.start(train_on_hosts, (hosts.places(), topology, 10**6, (), timeouts, hold))
+        wait_for(hosts, "held", 2, ranks)
         hosts.store.set("go", "1")
         # Until then they call the store themselves, whose error would be torch's.
-        wait_until(lambda: hosts.store.add("released", 0) == 2, "two ranks that go on")
+        wait_for(hosts, "released", 2, ranks)
         hosts.disconnect(STORE)
         reports = ranks.wait(timeout_s=scaled_s(60.0))
     assert all(isinstance(report.error, StoreLostError) for report in reports.values()), reports
@@ -99,13 +78,13 @@ def test_a_store_whose_host_has_no_network_ends_every_rank(hosts: Hosts) -> None
 def test_a_newcomer_that_reaches_no_rank_is_refused_and_the_others_go_on(hosts: Hosts) -> None:
     options = {
         "failures": Failures.from_global_ranks([2]),
-        "timeouts": Timeouts(heartbeat_s=0.1, dead_after_s=scaled_s(2.0)),
+        "timeouts": Timeouts(heartbeat_s=0.1, dead_after_s=scaled_s(0.5)),
     }
     hosts.cut(2, 0, 1)
     hold = partial(hold_for, key="go", step=1)
     with ResilientRanks(3, preload=PRELOAD) as ranks:
         topology = Topology({"dp": 1, "tp": 3})
-        ranks.start(train_on_hosts, hosts.args(topology, 3, (), options, hold))
+        ranks.start(train_on_hosts, (hosts.places(), topology, 3, (), options, hold))
         refused = ranks.wait([2], timeout_s=scaled_s(60.0))[2]
         hosts.store.set("go", "1")
         reports = ranks.wait([0, 1], timeout_s=scaled_s(60.0))
@@ -118,29 +97,123 @@ def test_a_newcomer_that_reaches_no_rank_is_refused_and_the_others_go_on(hosts: 
 
 
 def test_a_link_between_two_ranks_that_is_cut_costs_one_of_them(hosts: Hosts) -> None:
-    timeouts = Timeouts(
-        heartbeat_s=0.1,
-        dead_after_s=scaled_s(1.5),
-        agree_s=scaled_s(2.0),
-        operation_s=scaled_s(2.0),
-    )
     hold = partial(hold_for, key="go", step=1)
     with ResilientRanks(3, preload=PRELOAD) as ranks:
         topology = Topology({"dp": 3, "tp": 1})
-        options = {"timeouts": timeouts}
-        ranks.start(train_on_hosts, hosts.args(topology, 3, (), options, hold))
-        wait_until(lambda: hosts.store.add("held", 0) == 3, "three ranks that wait")
+        options = {"timeouts": limits()}
+        ranks.start(train_on_hosts, (hosts.places(), topology, 3, (), options, hold))
+        wait_for(hosts, "held", 3, ranks)
         hosts.cut(1, 2)
         hosts.store.set("go", "1")
         reports = ranks.wait(timeout_s=scaled_s(120.0))
     assert isinstance(reports[2].error, FencedError), reports
-    # Both have tried.
     assert re.search(
         "rank (1 does not reach rank 2|2 does not reach rank 1)", reports[2].error.found
     )
-    seen = {rank: reports[rank].result for rank in (0, 1)}
+    assert_went_on(reports, [0, 1], (0, 1, 2))
+
+
+def assert_went_on(
+    reports: Mapping[int, RankReport], left: Sequence[int], whole: tuple[int, ...]
+) -> None:
+    """Three steps, each applied once, by all and then by those that are left."""
+    seen = {rank: reports[rank].result for rank in left}
+    assert all(reports[rank].has_finished for rank in left), reports
     assert_seen(seen, 3)
     for own in seen.values():
         # On a busy machine an operation may be late, and its generation begin anew.
-        assert sorted(set(own.generations)) == [(0, 1), (0, 1, 2)]
-        assert list(own.gone) == [2]
+        assert sorted(set(own.generations)) == sorted({tuple(left), whole}), own.reasons
+        assert sorted(own.gone) == sorted(set(whole) - set(left))
+
+
+# How the network of host 1 fails, by the host of the store: on a third one, or beside ranks 0, 1.
+LINKS = {
+    "down": (2, Hosts.take_down),
+    "down, the store is beside the others": (0, Hosts.take_down),
+    "loses all packets": (2, Hosts.disconnect),
+}
+
+
+@pytest.mark.parametrize(("store_on", "fail"), LINKS.values(), ids=LINKS)
+def test_a_host_whose_link_fails_is_left_and_its_ranks_end(store_on, fail) -> None:
+    hold = partial(hold_for_failure, step=1)
+    with hosts_of(3, store_on=store_on) as hosts, ResilientRanks(4, preload=PRELOAD) as ranks:
+        topology, options = Topology({"dp": 2, "tp": 2}), {"timeouts": limits()}
+        ranks.start(train_on_hosts, (hosts.places(2), topology, 3, (), options, hold))
+        wait_for(hosts, "held", 4, ranks)
+        fail(hosts, 1)
+        reports = ranks.wait(timeout_s=scaled_s(120.0))
+    assert_went_on(reports, [0, 1], (0, 1, 2, 3))
+    # A launcher makes an exit code of it, which is not that of success.
+    assert all(isinstance(reports[rank].error, StoreLostError) for rank in (2, 3)), reports
+
+
+def test_of_two_hosts_that_reach_the_store_and_not_each_other_one_goes_on() -> None:
+    hold = partial(hold_for, key="go", step=1)
+    with hosts_of(3, store_on=2) as hosts, ResilientRanks(4, preload=PRELOAD) as ranks:
+        topology, options = Topology({"dp": 2, "tp": 2}), {"timeouts": limits()}
+        ranks.start(train_on_hosts, (hosts.places(2), topology, 3, (), options, hold))
+        wait_for(hosts, "held", 4, ranks)
+        hosts.cut(1, 0)
+        hosts.store.set("go", "1")
+        reports = ranks.wait(timeout_s=scaled_s(120.0))
+    assert_went_on(reports, [0, 1], (0, 1, 2, 3))
+    for rank in (2, 3):
+        error = reports[rank].error
+        assert isinstance(error, FencedError), reports[rank]
+        assert f"rank {rank} does not reach rank" in error.found
+
+
+def test_a_slow_host_is_waited_for_and_none_is_excluded(hosts: Hosts) -> None:
+    hold = partial(hold_for, key="go", step=1)
+    with ResilientRanks(3, preload=PRELOAD) as ranks:
+        topology = Topology({"dp": 3, "tp": 1})
+        options = {"timeouts": Timeouts(heartbeat_s=0.1, dead_after_s=scaled_s(5.0))}
+        ranks.start(train_on_hosts, (hosts.places(), topology, 3, (), options, hold))
+        wait_for(hosts, "held", 3, ranks)
+        # A packet of 1500 bytes takes 23 ms, each way.
+        hosts.slow_down(1, "512kbit")
+        hosts.store.set("go", "1")
+        reports = ranks.wait(timeout_s=scaled_s(120.0))
+    seen = {rank: report.result for rank, report in reports.items()}
+    assert all(report.has_finished for report in reports.values()), reports
+    assert_seen(seen, 3)
+    assert all(own.generations == [(0, 1, 2)] for own in seen.values())
+
+
+def test_hosts_whose_names_are_loopback_connect_by_the_route_to_the_store(hosts: Hosts) -> None:
+    places = hosts.places(is_named=False)
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        options = {"timeouts": Timeouts(agree_s=scaled_s(5.0))}
+        ranks.start(train_on_hosts, (places, Topology({"dp": 2, "tp": 1}), 2, (), options))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    assert all(report.has_finished for report in reports.values()), reports
+    seen = {rank: report.result for rank, report in reports.items()}
+    assert_seen(seen, 2)
+    assert all(own.generations == [(0, 1)] for own in seen.values())
+
+
+def _train_while_clocks_jump(place: RankPlace, *args: object) -> object:
+    """Train on a rank whose time of day is another one at each look."""
+    chance = random.Random(place.rank)
+    time.time = lambda: chance.uniform(0.0, 4e9)
+    time.time_ns = lambda: int(1e9 * time.time())
+    return train_in_session(place, *args)
+
+
+def _jump(session: Session, place: RankPlace) -> None:
+    del session, place
+    assert abs(time.time() - time.time()) > 0
+
+
+def test_clocks_that_jump_change_nothing() -> None:
+    # A rank would be silent for years, or its limits be over at once.
+    options = {"timeouts": limits(dead_after_s=2.0)}
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        topology = Topology({"dp": 2, "tp": 1})
+        ranks.start(_train_while_clocks_jump, (topology, 4, (), options, _jump))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    assert all(report.has_finished for report in reports.values()), reports
+    seen = {rank: report.result for rank, report in reports.items()}
+    assert_seen(seen, 4)
+    assert all(set(own.generations) == {(0, 1)} for own in seen.values())

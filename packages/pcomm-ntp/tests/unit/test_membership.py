@@ -20,6 +20,9 @@ from pcomm.ntp.session.records import Records
 from pcomm.ntp.session.resume_point import RankState
 from pcomm.ntp.session.training_state import scalars_of, set_scalars
 
+# Two replicas, of which the second has two ranks.
+PLACES = {0: 0, 1: 1, 2: 1}
+
 
 def test_a_process_that_waits_does_not_beat_for_the_one_that_has_its_rank() -> None:
     store = dist.HashStore()
@@ -37,7 +40,7 @@ def test_a_process_that_waits_does_not_beat_for_the_one_that_has_its_rank() -> N
 def test_a_process_that_has_waited_too_long_is_not_taken_in() -> None:
     store = dist.HashStore()
     member, late = (
-        Membership(lambda: store, rank, (0,), (0, 1), {}, Timeouts(join_s=join_s))
+        Membership(lambda: store, rank, (0,), PLACES, {}, Timeouts(join_s=join_s))
         for rank, join_s in ((0, 60.0), (1, 0.0))
     )
     assert member.enter() == {}
@@ -53,7 +56,7 @@ def test_a_process_that_has_waited_too_long_is_not_taken_in() -> None:
 def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a_spare() -> None:
     store = dist.HashStore()
     member, spare, later = (
-        Membership(lambda: store, rank, (0,), (0, 1), {}, Timeouts()) for rank in (0, 1, 1)
+        Membership(lambda: store, rank, (0,), PLACES, {}, Timeouts()) for rank in (0, 1, 1)
     )
     assert member.enter() == {}
     with ThreadPoolExecutor(2) as threads:
@@ -80,7 +83,7 @@ def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a
 def test_a_newcomer_with_which_no_generation_is_complete_is_left_out() -> None:
     store = dist.HashStore()
     member, other, newcomer = (
-        Membership(lambda: store, rank, (0, 1), (0, 1, 2), {}, Timeouts()) for rank in range(3)
+        Membership(lambda: store, rank, (0, 1), PLACES, {}, Timeouts()) for rank in range(3)
     )
     member.enter()
     other.enter()
@@ -106,7 +109,7 @@ def test_a_newcomer_with_which_no_generation_is_complete_is_left_out() -> None:
 def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(is_replaced: bool) -> None:
     store = dist.HashStore()
     ranks = (0, 1, 2) if is_replaced else (0, 1)
-    own = {r: Membership(lambda: store, min(r, 1), (0, 1), (0, 1), {}, Timeouts()) for r in ranks}
+    own = {r: Membership(lambda: store, min(r, 1), (0, 1), PLACES, {}, Timeouts()) for r in ranks}
     own[0].enter()
     own[1].enter()
     # It has come to the quorum, and stands still there.
@@ -131,7 +134,7 @@ def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(is_repl
 
 def test_keys_of_generations_that_are_over_are_deleted() -> None:
     store = dist.HashStore()
-    member = Membership(lambda: store, 0, (0,), (0,), {}, Timeouts())
+    member = Membership(lambda: store, 0, (0,), {0: 0}, {}, Timeouts())
     member.enter()
     counts = []
     for _ in range(4):
@@ -192,7 +195,7 @@ def test_a_connection_is_made_refused_or_lost() -> None:
 def test_a_rank_that_came_to_the_quorum_and_left_is_gone() -> None:
     store = dist.HashStore()
     member, leaver = (
-        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Timeouts()) for rank in (0, 1)
+        Membership(lambda: store, rank, (0, 1), PLACES, {}, Timeouts()) for rank in (0, 1)
     )
     member.enter()
     leaver.enter()
@@ -210,7 +213,7 @@ def test_a_rank_that_came_to_the_quorum_and_left_is_gone() -> None:
 def test_a_process_that_others_have_left_behind_may_write_nothing() -> None:
     store = dist.HashStore()
     member, sleeper = (
-        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Timeouts(leave_s=0.0))
+        Membership(lambda: store, rank, (0, 1), PLACES, {}, Timeouts(leave_s=0.0))
         for rank in (0, 1)
     )
     member.enter()

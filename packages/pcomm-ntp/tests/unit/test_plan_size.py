@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from pcomm.core import Topology
 from pcomm.ntp import Failures, Policy, Units, plan
+from pcomm.ntp.planning.owners import Hosts, Owners, UnitSizes
 
 UNITS = {
     "*.qkv.weight": Units.gqa(q=128, kv=128, dim=128),
@@ -53,3 +54,24 @@ def test_a_plan_looks_at_failed_and_slow_ranks_and_not_at_all() -> None:
         # A failure costs a few calls for each rank of its group.
         more = calls_of(planned(175, 400, rounding))
         assert more - large < 20 * 72 * (400 - 50)
+
+
+def test_owners_of_four_times_the_ranks_cost_four_times_the_calls() -> None:
+    sizes = {f"{n}.up": UnitSizes("*.fc1.weight", 28672, 3) for n in range(10)}
+    sizes |= {f"{n}.norm": UnitSizes("", 8192, 1) for n in range(10)}
+
+    def dealt(replicas: int) -> Callable[[], object]:
+        topology = Topology({"dp": replicas, "tp": 1})
+        hosts, alive = Hosts.of(topology, 2), topology.ranks[1:]
+        whole = plan(topology, Failures(), UNITS)
+        left = plan(topology, Failures.from_global_ranks([0]), UNITS, Policy(drops_replicas=True))
+
+        def task() -> object:
+            first = Owners.deal(whole, 1, sizes, hosts)
+            second = Owners.deal(left, 1, sizes, hosts, before=first, alive=alive)
+            return Owners.deal(whole, 1, sizes, hosts, before=second, alive=alive).senders
+
+        return task
+
+    small, large = (calls_of(dealt(replicas)) for replicas in (31, 124))
+    assert large < 6 * small

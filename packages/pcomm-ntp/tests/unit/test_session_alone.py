@@ -17,6 +17,7 @@ from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp import NtpPlan, Session, TrainState, Units
 from pcomm.ntp.session.failure_detection import SuspectedFailure
+from pcomm.ntp.session.session import _device_of
 
 
 def session_of(build: Callable[[NtpPlan, Groups, int], TrainState], **options: Any) -> Session:
@@ -125,8 +126,24 @@ def test_an_error_at_the_end_is_the_reason_for_the_generation_that_follows() -> 
     assert [one.reason for one in session.transitions] == ["the job starts", "a test: nothing"]
 
 
-def test_a_backend_whose_operations_a_failure_cannot_end_is_refused() -> None:
-    refused(UnsupportedError, "Session: backend='nccl'", session_of, weight_of_one, backend="nccl")
+def test_backends_that_are_not_there_are_refused_and_nccl_sets_its_variables(monkeypatch) -> None:
+    asked = "Session: backend='nccl'"
+    refused(UnsupportedError, asked, session_of, weight_of_one, backend="nccl", device="cuda")
+    refused(UnsupportedError, "Session: backend='mpi'", session_of, weight_of_one, backend="mpi")
+    # As on a machine with a GPU.
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    refused(ConfigError, asked, session_of, weight_of_one, backend="nccl")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    device = torch.device("cuda")
+    refused(ConfigError, "the environment of ranks", _device_of, "nccl", device)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    for name in ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "BLOCKING_WAIT", "DESYNC_DEBUG"):
+        monkeypatch.setenv(f"TORCH_NCCL_{name}", "0")
+    with pytest.warns(UserWarning, match="never run on NCCL"):
+        assert _device_of("nccl", device) == torch.device("cuda", 3)
+    assert _device_of("gloo", torch.device("cpu")) == torch.device("cpu")
 
 
 def test_a_session_that_was_closed_has_no_attempts() -> None:

@@ -16,8 +16,11 @@ from torch import Tensor
 from pcomm.core.collectives import IdentityCollectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.protocol import Call
 from pcomm.core.errors import PeerError, PeerTimeoutError
-from pcomm.core.groups.communicators import abandon_communicator, new_communicator
+from pcomm.core.groups.abandoning import abandon_communicators
+from pcomm.core.groups.communicators import new_communicator
 from pcomm.core.groups.spec import CommOptions, grant
+from pcomm.core.process import RankPlace
+from pcomm.core.process.store_server import open_store
 from pcomm.core.testing.assertions import Living, left_behind
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s, wait_until
 from pcomm.ntp.session import Timeouts, generation
@@ -28,8 +31,10 @@ from pcomm.ntp.session.failure_detection import (
     translating_errors,
 )
 from pcomm.ntp.session.generation import run_abandonable
+from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.quorum import Quorum
-from pcomm.ntp.session.records import Decision, Records
+from pcomm.ntp.session.records import Decision, Records, StoreLostError
+from pcomm.ntp.session.recovery import Recovery
 from pcomm.ntp.session.resume_point import RankState
 
 # Memory is lacking again in each generation; any other error of torch's may be another rank's.
@@ -98,7 +103,7 @@ def test_connecting_to_a_rank_that_never_comes_ends_by_itself_once_it_was_left()
 
     before, files = Living.now(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(PeerError):
-        run_abandonable(connect, check, abandon_communicator, "connects")
+        run_abandonable(connect, check, lambda made: abandon_communicators([made]), "connects")
     # By the limit on the agreement, however long an operation may take.
     assert left_behind(before, within_s=scaled_s(PATIENCE_S)) == []
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, "files that are closed")
@@ -176,4 +181,55 @@ def test_a_rank_that_never_begins_a_later_generation_is_silent() -> None:
     watch.enter(1, (0, 1), {})
     wait_until(lambda: watch.failure() is not None, "word of a rank that is silent")
     assert "rank 1: no heartbeat" in str(watch.failure())
+    watch.close()
+
+
+def test_a_connection_that_breaks_as_ranks_end_without_their_store_tells_of_the_store() -> None:
+    server = open_store("127.0.0.1", 0)
+    place = RankPlace(0, 2, "127.0.0.1", server.port)
+    member = Membership(place.store, 0, range(2), {0: 0, 1: 1}, {}, Timeouts())
+    member.enter()
+    recovery = Recovery(SimpleNamespace(device=None, restore=None, hosts=None), member)
+    recovery.opened = SimpleNamespace()
+    # It has not seen yet that the store is gone, of which the other rank has ended.
+    member.watch.close()
+    del server
+    assert member.watch.lost is None
+    broken = SuspectedFailure("all_reduce", found="a reset connection", why="", fix="")
+    with pytest.raises(StoreLostError):
+        recovery.recoverable_reason(broken)
+
+
+def test_ranks_that_are_lost_together_are_told_to_be_silent_by_the_one_before_them() -> None:
+    store = dist.HashStore()
+    records, limit_s = Records(store), scaled_s(0.5)
+    watch = Watch(lambda: store, 0, heartbeat_s=0.01, dead_after_s=limit_s)
+    watch.enter(0, (0, 1, 2, 3), {})
+    for rank in (1, 2):
+        records.beat(0, rank, 1)
+
+    def both_are_told() -> bool:
+        # The last one lives.
+        records.beat(0, 3, int(records.beat_of(0, 3) or "0") + 1)
+        return all(records.silent(0, rank) for rank in (1, 2))
+
+    wait_until(both_are_told, "word of both ranks")
+    assert records.silent(0, 3) is None
+    watch.close()
+
+
+def test_a_rank_that_came_back_is_not_silent_for_as_long_as_it_was_gone() -> None:
+    store = dist.HashStore()
+    records, limit_s = Records(store), scaled_s(1.0)
+    watch = Watch(lambda: store, 0, heartbeat_s=0.01, dead_after_s=limit_s)
+    watch.enter(0, (0, 1), {})
+    records.beat(0, 1, 3)
+    wait_until(lambda: records.silent(0, 1), "word of the rank that died")
+    # Its new process happens to have come as far as the old one.
+    records.beat(2, 1, 3)
+    watch.enter(2, (0, 1), {1: 1})
+    wait_until(lambda: int(records.beat_of(2, 0) or "0") > 0, "a heartbeat")
+    own = int(records.beat_of(2, 0))
+    wait_until(lambda: int(records.beat_of(2, 0)) > own, "a look at the neighbour")
+    assert records.silent(2, 1) is None
     watch.close()

@@ -1,4 +1,8 @@
-"""`pcomm plan`: what a job does after failures, and what that costs, before it happens."""
+"""`pcomm plan`: what a job does after failures, and what that costs, before it happens.
+
+Other packages add modes to it through entry points of the group `pcomm.plan`; the name of one is
+the option, without dashes, that chooses it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from fractions import Fraction
+from functools import cached_property
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_args
 
+from pcomm.core.cli import Command
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.core.topology import Topology
 from pcomm.ntp.planning.degrees import Policy, Rounding
@@ -30,29 +37,54 @@ __all__ = [
     "units_of_options",
 ]
 
+_MODES = "pcomm.plan"
+
 
 class PlanCommand:
     """Plans a job with failed and slow ranks; starts nothing, and needs no torch."""
 
     name = "plan"
-    help = "Show the tensor-parallel degrees after failures, and their cost."
+    help = (
+        "Plan a job before it runs: the fastest layout of a training run (--model), or its "
+        "tensor-parallel degrees after failures (--axes)."
+    )
+
+    @cached_property
+    def modes(self) -> dict[str, Command]:
+        """What other packages plan, by the option that chooses it."""
+        return {entry.name: entry.load() for entry in entry_points(group=_MODES)}
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Options for the ranks, for the units, and for what is printed."""
-        add_cluster_options(parser)
-        add_units_options(parser)
-        parser.add_argument(
+        """Options for the ranks, for the units, for what is printed, and those of the modes."""
+        for mode in self.modes.values():
+            mode.add_arguments(parser)
+        if not self.modes:
+            parser.epilog = "`--model`, for the fastest layout of a run, needs pcomm-integration."
+        failures = parser.add_argument_group("--axes: degrees after failures, and their cost")
+        add_cluster_options(failures)
+        failures.add_argument(
             "--policy",
             choices=get_args(Rounding),
             default="max",
             help="use every surviving rank, or the fewest that are as fast (%(default)s)",
         )
-        parser.add_argument(
-            "--json", action="store_true", help="print one JSON object, which has the plan itself"
-        )
+        add_units_options(parser)
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the plan and its cost."""
+        asked = [option for option in self.modes if getattr(arguments, option) is not None]
+        asked += ["axes"] if arguments.axes is not None else []
+        if len(asked) != 1:
+            options = " or ".join(f"--{option}" for option in (*self.modes, "axes"))
+            raise ConfigError(
+                "pcomm plan",
+                found=" and ".join(f"--{option}" for option in asked) or f"no {options}",
+                why="One of them says what is planned: a training run, or ranks that have failed.",
+                fix=f"Give one of {options}; `pcomm plan --help` lists what goes with each.",
+            )
+        if asked != ["axes"]:
+            return self.modes[asked[0]].run(arguments)
         topology = topology_of(arguments)
         made = plan(
             topology,
@@ -89,11 +121,10 @@ def _number(value: object) -> float:
     raise TypeError(f"{type(value).__name__} in a plan")
 
 
-def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+def add_cluster_options(parser: argparse._ActionsContainer) -> None:
     """`--axes`, `--order`, `--failures`, `--failures-file`, `--speeds`."""
     parser.add_argument(
         "--axes",
-        required=True,
         metavar="AXIS=SIZE,...",
         help="sizes of the axes, such as pp=2,dp=16,tp=8; the last one varies fastest",
     )

@@ -210,6 +210,11 @@ class NtpPlan:
                         idle += set(self.topology.members(place, "tp")).difference(used)
         return tuple(sorted(idle))
 
+    def stage_ranks(self, rank: int) -> tuple[int, ...]:
+        """All used ranks of the stage of a rank, ascending; they hold whole parameters."""
+        stage = self.topology.coordinates(rank).get("pp", 0)
+        return tuple(sorted(one for _, own in self._tensor_groups(stage) for one in own))
+
     def layout(self, name: str, replica: int, stage: int = 0) -> Layout:
         """Positions of each rank of a tensor-parallel group, for the units `name`.
 
@@ -357,8 +362,21 @@ class NtpPlan:
 
     # -- what it says ------------------------------------------------------------------------
 
-    def explain(self) -> str:
-        """Text for people: degrees, slow ranks, costs and advice."""
+    def explain(
+        self,
+        *,
+        copies: int | None = None,
+        hosts: Mapping[int, str] | None = None,
+        rank_parameters: int = 0,
+    ) -> str:
+        """Text for people: degrees, slow ranks, costs and advice.
+
+        Args:
+            copies: As `Session` takes it; None says nothing of owners.
+            hosts: As `Session` takes it.
+            rank_parameters: Number of parameters of a rank at the full degree, for the bytes of
+                AdamW's averages and of a step, all in fp32; 0 for shares alone.
+        """
         cost, topology, slow = self.cost(), self.topology, self.rank_speeds
 
         def slow_line(pair: tuple[int, Fraction]) -> str:
@@ -396,7 +414,38 @@ class NtpPlan:
             gain = float(advice.speed_after - advice.speed_before)
             lines.append(f"at the next restart, swap for {gain:.3f} replicas more of speed:")
             lines += first_lines(advice.swaps, lambda swap: f"  {swap}", "swaps")
+        if copies is not None:
+            lines += self._copies_lines(copies, hosts, rank_parameters)
         return "\n".join(lines)
+
+    def _copies_lines(
+        self, copies: int, hosts: Mapping[int, str] | None, rank_parameters: int
+    ) -> list[str]:
+        """What owners of the optimizer's state cost, and which deaths cost no step."""
+        groups = self._tensor_groups(0)
+        place = self.topology.coordinates
+        used = [rank for _, own in groups for rank in own]
+        names = {place(one)["dp"] if hosts is None else hosts[one] for one in used}
+        kept, holders = min(copies, len(names)), len(groups)
+        lines = [
+            f"optimizer state: {kept} of {holders} ranks that hold a unit own it, so a rank keeps "
+            f"{kept / holders:.3f} of what it would have"
+        ]
+        if rank_parameters:
+            state, weights = 8 * rank_parameters, 4 * rank_parameters
+            part = weights * (holders - 1) // holders
+            lines.append(
+                f"AdamW in fp32: {state * kept // holders} bytes a rank instead of {state}; a step "
+                f"sends {3 * part} bytes a rank instead of {2 * part}"
+            )
+        survived = "none: back to the checkpoint" if kept == 1 else f"any {kept - 1}"
+        lines.append(f"hosts that may die at once: {survived}")
+        if kept < copies:
+            lines.append(
+                f"warning: {len(names)} hosts for {copies} copies, so the death of any "
+                f"{copies - 1} hosts is no longer survived"
+            )
+        return lines
 
     def agreed_lines(self) -> list[str]:
         """Facts that all ranks must share, one field a line, for `Control.agree` and others."""

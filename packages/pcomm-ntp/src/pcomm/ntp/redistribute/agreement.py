@@ -15,7 +15,7 @@ from pcomm.core.collectives import Collectives
 from pcomm.core.errors import DivergenceError, PcommError, PeerError
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import NtpPlan
-from pcomm.ntp.redistribute.planned_moves import Interval, StateLostError
+from pcomm.ntp.redistribute.planned_moves import Interval, OwnedState, StateLostError
 from pcomm.ntp.redistribute.spread_tensors import SpreadTensor, spread_tensors
 
 __all__ = ["agree", "differing_units", "most"]
@@ -147,6 +147,7 @@ def differing_units(
     param_layouts: Mapping[str, ParamLayout],
     is_exact: bool,
     device: torch.device,
+    owned: OwnedState | None = None,
 ) -> str | None:
     """Units that ranks hold with other numbers, as text; None if there are none. Collective.
 
@@ -163,6 +164,8 @@ def differing_units(
             steps: elements at the end of a shard are not computed by the same instructions as
             others, so ranges of different shards come to differ in their last bits.
         device: Device of the tensors.
+        owned: Owners of the optimizer's state, the same before and after; None where each rank
+            has that of all its units.
 
     Raises:
         ConfigError: A split tensor without units.
@@ -173,7 +176,7 @@ def differing_units(
     spread: list[SpreadTensor] = []
     error: Exception | None = None
     try:
-        spread = spread_tensors(plan, plan, rank, tensors, tensors, param_layouts, (rank,))
+        spread = spread_tensors(plan, plan, rank, tensors, tensors, param_layouts, (rank,), owned)
     except Exception as caught:
         error = caught
     lines = [one.agreed() for one in spread]
@@ -181,6 +184,10 @@ def differing_units(
     stage = plan.place(rank).stage
     slots: list[tuple[SpreadTensor, Interval]] = []
     for one in spread:
+        if owned is not None and owned.covers(one.parameter):
+            ranges = owned.new.ranges[one.parameter]
+            slots += [(one, (own.start, own.stop)) for own in ranges]
+            continue
         found = plan.segments(one.parameter, stage) if one.units is not None else ()
         slots += [(one, (own.start, own.stop)) for own in found] or [(one, (0, 1))]
     sums, norms = _checksums(slots, device)
@@ -209,7 +216,7 @@ def _checksums(
     found = []
     for one, (start, stop) in slots:
         side = one.any_side
-        if side.held[0] <= start and stop <= side.held[1]:
+        if any(first <= start and stop <= last for first, last in side.held):
             found.append(_checksum(one.boxes(side, (start, stop)), device))
         else:
             found.append(torch.full((2,), torch.nan, dtype=torch.float64, device=device))

@@ -70,7 +70,11 @@ def parameter_name(name: str) -> str:
     )
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+def state_tensors(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    optimized: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Parameters, persistent buffers, and state of their shapes, without copies. Local.
 
     A tied parameter is there once, under its first name.
@@ -78,6 +82,8 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[
     Args:
         model: This rank's part of the model.
         optimizer: Optimizer of its parameters.
+        optimized: What the optimizer has of each parameter, by name, where it has parts alone; by
+            default the parameters themselves.
 
     Raises:
         UnsupportedError: The optimizer has state of another shape.
@@ -87,7 +93,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[
     for name, buffer in model.named_buffers():
         if name in saved:
             found[f"model.{name}"] = buffer.detach()
-    for name, _, _, tensor in _entries(model, optimizer):
+    for name, _, _, tensor in _entries(model, optimizer, optimized):
         found[name] = tensor.detach()
     return found
 
@@ -129,11 +135,13 @@ def add_state(model: nn.Module, optimizer: Optimizer, entries: Iterable[StateEnt
 
 
 def _entries(
-    model: nn.Module, optimizer: Optimizer | None
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    optimized: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, str, str, Tensor]]:
     if optimizer is None:
         return
-    for name, parameter in model.named_parameters():
+    for name, parameter in (optimized or dict(model.named_parameters())).items():
         # A look at `state[parameter]` would make an empty entry.
         for key, value in optimizer.state.get(parameter, {}).items():
             # A parameter of one number has the shape of a count; the count is not spread.

@@ -11,12 +11,14 @@ from zlib import crc32
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.topology import Topology
 from pcomm.ntp.planning.cuts import cuts
+from pcomm.ntp.planning.owners import Intervals, Owners, merged
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
 
 __all__ = [
     "Interval",
     "Move",
+    "OwnedState",
     "StateLostError",
     "check_same_job",
     "held_units",
@@ -79,8 +81,88 @@ def moves(
     found: list[Move] = []
     for number, groups in whole_groups(old.topology).items():
         if stage is None or number == stage:
-            found += _moves_of_stage(old, new, name, units, groups, alive)
+            had = [held_by_group(old, units, group) for group in groups]
+            wanted = [held_by_group(new, units, group) for group in groups]
+            found += _moves_of_stage(name, had, wanted, alive)
     return tuple(sorted(found, key=lambda move: (move.target, move.start)))
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedState:
+    """Optimizer state that is not with every rank that holds the weights, under two plans.
+
+    Args:
+        old: Owners under the old plan.
+        new: Owners under the new plan.
+        whole: Ranks of `old` whose weights are all those after the last step. Others have applied
+            it to the units that they own, and not got the rest.
+    """
+
+    old: Owners
+    new: Owners
+    whole: Collection[int]
+
+    def covers(self, parameter: str) -> bool:
+        """Whether the state of a parameter has owners."""
+        return parameter in self.new.sizes
+
+    def moves(
+        self,
+        old: NtpPlan,
+        new: NtpPlan,
+        parameter: str,
+        *,
+        is_state: bool,
+        holders: Collection[int],
+        stage: int,
+    ) -> tuple[Move, ...]:
+        """What has to be sent of a parameter that has owners, or of its state; see `moves`.
+
+        Raises:
+            StateLostError: No holder has the newest numbers of some units.
+        """
+        groups = whole_groups(old.topology)[stage]
+        alive = frozenset(holders)
+        had = [
+            {
+                rank: self.newest(old, parameter, rank, is_state=is_state)
+                for rank in old.tensor_ranks(group.lowest)
+            }
+            for group in groups
+        ]
+        wanted = [
+            {
+                rank: self.needed(new, parameter, rank, is_state=is_state)
+                for rank in new.tensor_ranks(group.lowest)
+            }
+            for group in groups
+        ]
+        found = _moves_of_stage(parameter, had, wanted, alive)
+        return tuple(sorted(found, key=lambda move: (move.target, move.start)))
+
+    def newest(self, old: NtpPlan, parameter: str, rank: int, *, is_state: bool) -> Intervals:
+        """Units of which a rank has the newest numbers under the old plan."""
+        if is_state or rank not in self.whole:
+            return self.old.held(parameter, rank)
+        return self.extent(old, parameter, rank)
+
+    def needed(self, new: NtpPlan, parameter: str, rank: int, *, is_state: bool) -> Intervals:
+        """Units that a rank has under the new plan."""
+        if is_state:
+            return self.new.held(parameter, rank)
+        return self.extent(new, parameter, rank)
+
+    def units(self, plan: NtpPlan, parameter: str) -> Units:
+        """Units of a parameter; the positions of one that each rank holds whole."""
+        return split_units(plan, parameter) or Units.columns(self.new.sizes[parameter].units)
+
+    def extent(self, plan: NtpPlan, parameter: str, rank: int) -> Intervals:
+        """Units of the weights of a rank; none if it is idle or has failed."""
+        units = split_units(plan, parameter)
+        found = held_units(plan, units, rank)
+        if found is None:
+            return ()
+        return merged([found if units is not None else (0, self.new.sizes[parameter].units)])
 
 
 def split_units(plan: NtpPlan, name: str) -> Units | None:
@@ -138,7 +220,7 @@ def whole_groups(topology: Topology) -> Mapping[int, tuple[WholeGroup, ...]]:
     return {stage: tuple(groups) for stage, groups in found.items()}
 
 
-def held_by_group(plan: NtpPlan, units: Units | None, group: WholeGroup) -> dict[int, Interval]:
+def held_by_group(plan: NtpPlan, units: Units | None, group: WholeGroup) -> dict[int, Intervals]:
     """The units of each rank that is used in a group, by global rank.
 
     Args:
@@ -148,9 +230,9 @@ def held_by_group(plan: NtpPlan, units: Units | None, group: WholeGroup) -> dict
     """
     used = plan.tensor_ranks(group.lowest)
     if not used or units is None or not units.is_split:
-        return dict.fromkeys(used, (0, 1))
+        return dict.fromkeys(used, ((0, 1),))
     own = cuts(units.count, plan.form(group.replica, group.stage))
-    return dict(zip(used, pairwise(own), strict=True))
+    return {rank: (one,) for rank, one in zip(used, pairwise(own), strict=True)}
 
 
 def held_units(plan: NtpPlan, units: Units | None, rank: int) -> Interval | None:
@@ -167,26 +249,20 @@ def held_units(plan: NtpPlan, units: Units | None, rank: int) -> Interval | None
 
 
 def _moves_of_stage(
-    old: NtpPlan,
-    new: NtpPlan,
     name: str,
-    units: Units | None,
-    groups: tuple[WholeGroup, ...],
+    had: Sequence[Mapping[int, Intervals]],
+    wanted: Sequence[Mapping[int, Intervals]],
     alive: frozenset[int],
 ) -> Iterator[Move]:
-    had = {group: held_by_group(old, units, group) for group in groups}
-    has = {
-        group: {rank: own for rank, own in ranks.items() if rank in alive}
-        for group, ranks in had.items()
-    }
+    """Moves inside a stage, of what ranks had and what they want in each tensor-parallel group."""
+    has = [{rank: own for rank, own in ranks.items() if rank in alive} for ranks in had]
     loads: dict[int, int] = {}
     # Parameters of equal units would otherwise all prefer the same senders.
     turn = crc32(name.encode())
     afar: list[tuple[int, Interval]] = []
-    for group in groups:
-        near = has[group]
-        for target, wanted in held_by_group(new, units, group).items():
-            for interval in lacking(wanted, near.get(target)):
+    for near, targets in zip(has, wanted, strict=True):
+        for target, own in targets.items():
+            for interval in lacking(own, near.get(target, ())):
                 for piece, ranks in split_by_holder(interval, near):
                     if ranks:
                         yield from _sent(target, piece, ranks, loads, turn)
@@ -194,11 +270,11 @@ def _moves_of_stage(
                         afar.append((target, piece))
     if not afar:
         return
-    everyone = {rank: own for ranks in has.values() for rank, own in ranks.items()}
+    everyone = {rank: own for ranks in has for rank, own in ranks.items()}
     cut = [(target, *piece) for target, own in afar for piece in split_by_holder(own, everyone)]
     for _, piece, ranks in cut:
         if not ranks:
-            raise _lost(name, piece, {r: own for one in had.values() for r, own in one.items()})
+            raise _lost(name, piece, {r: own for one in had for r, own in one.items()})
     turned = [(target, piece, _turned(ranks, turn)) for target, piece, ranks in cut]
     for target, dealt in balance_senders(turned, loads):
         for source, (start, stop) in dealt:
@@ -217,9 +293,9 @@ def _turned(ranks: list[int], turn: int) -> list[int]:
     return ranks[first:] + ranks[:first]
 
 
-def _lost(name: str, interval: Interval, had: dict[int, Interval]) -> StateLostError:
+def _lost(name: str, interval: Interval, had: dict[int, Intervals]) -> StateLostError:
     start, stop = interval
-    ranks = sorted(rank for rank, (a, b) in had.items() if a < stop and start < b)
+    ranks = sorted(r for r, own in had.items() if any(a < stop and start < b for a, b in own))
     return StateLostError(
         f"redistribute: {name!r}, units {start} to {stop - 1}",
         found=f"ranks {ranks} had them, and none of these is left with its state",
@@ -228,20 +304,26 @@ def _lost(name: str, interval: Interval, had: dict[int, Interval]) -> StateLostE
     )
 
 
-def lacking(wanted: Interval, held: Interval | None) -> list[Interval]:
-    """What of `wanted` is not in `held`, ascending: none, one or two ranges."""
-    if held is None:
-        return [wanted]
-    found = [(wanted[0], min(wanted[1], held[0])), (max(wanted[0], held[1]), wanted[1])]
-    return [(start, stop) for start, stop in found if start < stop]
+def lacking(wanted: Intervals, held: Intervals) -> list[Interval]:
+    """What of `wanted` is not in `held`, ascending."""
+    found = []
+    for start, stop in wanted:
+        for first, last in held:
+            if first < stop and start < last:
+                if start < first:
+                    found.append((start, first))
+                start = last
+        if start < stop:
+            found.append((start, stop))
+    return found
 
 
 def split_by_holder(
-    wanted: Interval, held: Mapping[int, Interval]
+    wanted: Interval, held: Mapping[int, Intervals]
 ) -> list[tuple[Interval, list[int]]]:
     """`wanted`, cut wherever the holders change, with the ranks that hold each piece."""
     start, stop = wanted
-    inside = {(r, max(a, start), min(b, stop)) for r, (a, b) in held.items()}
+    inside = {(r, max(a, start), min(b, stop)) for r, own in held.items() for a, b in own}
     overlaps = [(r, a, b) for r, a, b in inside if a < b]
     edges = sorted({start, stop, *(x for _, a, b in overlaps for x in (a, b))})
     return [

@@ -10,12 +10,13 @@ from torch import Tensor
 from pcomm.core import Layout
 from pcomm.core.errors import ConfigError, LayoutError, PcommError
 from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.ntp.planning.owners import Intervals
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units, lies_as_planned
 from pcomm.ntp.redistribute.named_tensors import parameter_name
-from pcomm.ntp.redistribute.planned_moves import Interval, held_units, split_units
+from pcomm.ntp.redistribute.planned_moves import Interval, OwnedState, held_units, split_units
 
-__all__ = ["SpreadTensor", "spread_tensors"]
+__all__ = ["SpreadTensor", "spread_tensors", "unit_boxes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +25,18 @@ class Side:
 
     Args:
         tensor: The shard, or the whole tensor if it is replicated.
-        held: Its units.
+        held: Its units: in each section those of one range after another.
+        newest: Those of its units whose numbers count.
     """
 
     tensor: Tensor
-    held: Interval
+    held: Intervals
+    newest: Intervals
+
+    @property
+    def count(self) -> int:
+        """Number of units that it has."""
+        return sum(stop - start for start, stop in self.held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +77,7 @@ class SpreadTensor:
         """One line that is the same on all ranks of a stage."""
         x = self.any_side.tensor
         shape, split = list(x.shape), "replicated"
-        if self.units is not None:
+        if self.units is not None and shape:
             shape[self.dim] = self.units.count * sum(self.units.sections)
             split = f"split along dim {self.dim}"
         dtype = str(x.dtype).removeprefix("torch.")
@@ -80,12 +88,8 @@ class SpreadTensor:
         x = side.tensor if side.tensor.dim() else side.tensor.view(1)
         if self.units is None:
             yield x
-            return
-        (first, last), (start, stop) = side.held, interval
-        offset = 0
-        for width in self.units.sections:
-            yield x.narrow(self.dim, offset + (start - first) * width, (stop - start) * width)
-            offset += (last - first) * width
+        else:
+            yield from unit_boxes(x, self.dim, self.units, side.held, interval)
 
     def unit_bytes(self) -> int:
         """Bytes of one unit."""
@@ -93,6 +97,27 @@ class SpreadTensor:
             x = self.any_side.tensor
             return x.numel() * x.element_size()
         return self.position_bytes * sum(self.units.sections)
+
+
+def unit_boxes(
+    x: Tensor, dim: int, units: Units, held: Intervals, interval: Interval
+) -> Iterator[Tensor]:
+    """Views of the elements of some units, one for each section of the dimension.
+
+    Args:
+        x: Tensor of the units `held`, section by section and in each of them range by range.
+        dim: Dimension along which units lie.
+        units: Units of the dimension.
+        held: Units of the tensor.
+        interval: Units that are wanted, which lie in one of the ranges of `held`.
+    """
+    start, stop = interval
+    offset = 0
+    for width in units.sections:
+        for first, last in held:
+            if first <= start and stop <= last:
+                yield x.narrow(dim, offset + (start - first) * width, (stop - start) * width)
+            offset += (last - first) * width
 
 
 def spread_tensors(
@@ -103,8 +128,12 @@ def spread_tensors(
     target: Mapping[str, Tensor],
     param_layouts: Mapping[str, ParamLayout],
     holders: Collection[int],
+    owned: OwnedState | None = None,
 ) -> list[SpreadTensor]:
     """The tensors of a rank, ascending by name. Local.
+
+    A tensor `optimizer.KEY.NAME` whose parameter has owners is that of the units that this rank
+    owns, in each section one range after another.
 
     Raises:
         ConfigError: Names that are missing on a side, tensors where the plan has none, a split
@@ -135,16 +164,30 @@ def spread_tensors(
                 fix="Give plan() units for its name, or for a pattern that matches it.",
             )
         one = source[name] if has_old else target[name]
+        is_state = name.startswith("optimizer.")
+        has_owners = owned is not None and owned.covers(parameter)
         dim = layout.dim % max(one.dim(), 1) if units is not None else 0
-        sides = [
-            Side(tensors[name], held)
-            if is_there and (held := held_units(plan, units, rank)) is not None
-            else None
-            for is_there, tensors, plan in ((has_old, source, old), (has_new, target, new))
-        ]
+        if owned is not None and has_owners:
+            units = owned.units(new, parameter)
+        sides: list[Side | None] = []
+        for is_there, tensors, plan in ((has_old, source, old), (has_new, target, new)):
+            if not is_there:
+                sides.append(None)
+            elif owned is None or not has_owners:
+                own = held_units(plan, units, rank)
+                held: Intervals = () if own is None else (own,)
+                sides.append(Side(tensors[name], held, held) if held else None)
+            elif plan is new and tensors is target:
+                held = owned.needed(plan, parameter, rank, is_state=is_state)
+                sides.append(Side(tensors[name], held, held))
+            else:
+                newest = owned.newest(plan, parameter, rank, is_state=is_state)
+                held = newest if is_state else owned.extent(plan, parameter, rank)
+                sides.append(Side(tensors[name], held, newest))
         made = SpreadTensor(name, parameter, units, dim, sides[0], sides[1])
         _check_shapes(made, rank)
-        if made.target is not None and units is not None and layout.layout is not None:
+        is_split = split_units(new, parameter) is not None
+        if made.target is not None and is_split and layout.layout is not None:
             _check_layout(new, rank, made, layout.layout)
         found.append(made)
     return found
@@ -182,12 +225,12 @@ def _check_shapes(one: SpreadTensor, rank: int) -> None:
     for text, side in sides:
         shape = side.tensor.shape
         if one.units is not None:
-            positions = (side.held[1] - side.held[0]) * sum(one.units.sections)
-            if not shape or shape[one.dim] != positions:
+            positions = side.count * sum(one.units.sections)
+            if (shape[one.dim] if shape else 1) != positions:
                 raise _unfit(
                     f"redistribute: {text} {one.name!r} of shape {tuple(shape)} on rank {rank}",
-                    f"{positions} positions along dim {one.dim}: units {side.held[0]} to "
-                    f"{side.held[1] - 1} of {one.units.count}",
+                    f"{positions} positions along dim {one.dim}: units {_told(side)} of "
+                    f"{one.units.count}",
                 )
     if len(sides) == 2:
         a, b = (side.tensor for _, side in sides)
@@ -224,7 +267,7 @@ def _addresses(x: Tensor) -> tuple[int, int]:
 
 
 def _told(side: Side) -> str:
-    return f"{side.held[0]} to {side.held[1] - 1}"
+    return ", ".join(f"{start} to {stop - 1}" for start, stop in side.held) or "none"
 
 
 def _unfit(asked: str, found: str) -> PcommError:

@@ -19,7 +19,13 @@ from pcomm.core.exchange import RowMoves
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.redistribute.agreement import agree, most
-from pcomm.ntp.redistribute.planned_moves import Move, check_same_job, moves
+from pcomm.ntp.redistribute.planned_moves import (
+    Move,
+    OwnedState,
+    check_same_job,
+    lacking,
+    moves,
+)
 from pcomm.ntp.redistribute.spread_tensors import SpreadTensor, spread_tensors
 
 __all__ = ["Moved", "redistribute"]
@@ -56,6 +62,7 @@ def redistribute(
     target: Mapping[str, Tensor],
     param_layouts: Mapping[str, ParamLayout],
     holders: Collection[int],
+    owned: OwnedState | None = None,
     device: torch.device | None = None,
     round_bytes: int = _ROUND_BYTES,
 ) -> Moved:
@@ -78,6 +85,9 @@ def redistribute(
         param_layouts: Layouts of the parameters of this rank's new model, or of its old one where
             it has no new one; from `param_layouts_of`. The dimension is taken from them.
         holders: Ranks that are alive and have the state of `old`.
+        owned: Owners of the optimizer's state under both plans; by default every rank that holds
+            the weights has it. Tensors of the state are then those of the units that a rank owns,
+            section by section and in each of them range by range.
         device: Device on which ranks agree, for a rank without tensors; that of its tensors, or
             the CPU, by default.
         round_bytes: Bytes that a rank sends, and gets, in one round: memory beside the two states.
@@ -101,11 +111,15 @@ def redistribute(
     )
     tensors: list[SpreadTensor] = []
     found, error, facts = Transfers({}, {}, 0), None, _plan_facts(old, new, holders)
+    if owned is not None:
+        stage = new.topology.coordinates(rank).get("pp", 0)
+        told = [owned.old.digest(), owned.new.digest(), str(sorted(owned.whole))]
+        facts[f"owners of stage {stage}"] = told
     try:
         check_same_job(old, new)
         _check_group(new, group, rank, holders)
-        tensors = spread_tensors(old, new, rank, source, target, param_layouts, holders)
-        found = planned_transfers(old, new, rank, group.ranks, tensors, holders)
+        tensors = spread_tensors(old, new, rank, source, target, param_layouts, holders, owned)
+        found = planned_transfers(old, new, rank, group.ranks, tensors, holders, owned)
         if tensors:
             stage = new.topology.coordinates(rank).get("pp", 0)
             facts[f"tensors of stage {stage}"] = [one.agreed() for one in tensors]
@@ -169,6 +183,7 @@ def planned_transfers(
     ranks: Sequence[int],
     tensors: Iterable[SpreadTensor],
     holders: Collection[int],
+    owned: OwnedState | None = None,
 ) -> Transfers:
     """What a rank sends and gets, from plans and its tensors. Local.
 
@@ -177,19 +192,22 @@ def planned_transfers(
     """
     place = {one: i for i, one in enumerate(ranks)}
     stage = new.topology.coordinates(rank).get("pp", 0)
-    known: dict[str, tuple[Move, ...]] = {}
+    known: dict[tuple[str, bool], tuple[Move, ...]] = {}
     found = Transfers({}, {}, 0)
     least = 0
     for one in tensors:
-        if one.parameter not in known:
-            known[one.parameter] = moves(old, new, one.parameter, holders=holders, stage=stage)
+        is_state = one.name.startswith("optimizer.")
+        key = one.parameter, is_state
+        if key not in known and owned is not None and owned.covers(one.parameter):
+            known[key] = owned.moves(
+                old, new, one.parameter, is_state=is_state, holders=holders, stage=stage
+            )
+        elif key not in known:
+            known[key] = moves(old, new, one.parameter, holders=holders, stage=stage)
         if one.target is not None:
-            start, stop = one.target.held
-            kept = 0
-            if one.source is not None:
-                kept = max(0, min(stop, one.source.held[1]) - max(start, one.source.held[0]))
-            least += (stop - start - kept) * one.unit_bytes()
-        for move in known[one.parameter]:
+            missed = lacking(one.target.held, () if one.source is None else one.source.newest)
+            least += sum(stop - start for start, stop in missed) * one.unit_bytes()
+        for move in known[key]:
             interval = move.start, move.stop
             if move.source == rank:
                 assert one.source is not None
@@ -207,11 +225,15 @@ def _copy_own(one: SpreadTensor) -> None:
     source, target = one.source, one.target
     if source is None or target is None or source.tensor is target.tensor:
         return
-    start, stop = max(source.held[0], target.held[0]), min(source.held[1], target.held[1])
-    if start < stop and source.tensor.data_ptr() != target.tensor.data_ptr():
-        pairs = zip(one.boxes(source, (start, stop)), one.boxes(target, (start, stop)), strict=True)
-        for before, after in pairs:
-            after.copy_(before)
+    if source.tensor.data_ptr() == target.tensor.data_ptr():
+        return
+    for first, last in source.newest:
+        for start, stop in target.held:
+            own = max(first, start), min(last, stop)
+            if own[0] < own[1]:
+                pairs = zip(one.boxes(source, own), one.boxes(target, own), strict=True)
+                for before, after in pairs:
+                    after.copy_(before)
 
 
 def _exchanged(group: Group, found: Transfers, device: torch.device, round_bytes: int) -> Moved:

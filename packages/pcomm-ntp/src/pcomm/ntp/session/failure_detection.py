@@ -51,8 +51,9 @@ _LOOK_S, _LOOKS_PER_READ = 0.02, 5
 class Watch:
     """A daemon thread with a connection to the store of its own.
 
-    It writes this rank's heartbeat, reads that of the next rank, and reads ends of processes and
-    the flag of the generation. What it finds raises the flag, and `failure` tells.
+    It writes this rank's heartbeat, reads those of the ranks behind it up to one that beats, and
+    reads ends of processes and the flag of the generation. What it finds raises the flag, and
+    `failure` tells.
 
     Args:
         connect: Function that makes a new connection to the store.
@@ -61,6 +62,7 @@ class Watch:
         dead_after_s: Seconds without a heartbeat after which a neighbour is told to be silent.
 
     Attributes:
+        rank: Global rank of this process; a spare gets one before it enters a generation.
         lost: Error of the store; None while it answers.
         reach: Socket by which other ranks try whether they reach this one.
         step: Number of the step that this rank attempts; None before the first of a generation.
@@ -74,10 +76,9 @@ class Watch:
         heartbeat_s: float,
         dead_after_s: float,
     ) -> None:
-        self._records, self._rank = Records(connect()), rank
+        self._records, self.rank = Records(connect()), rank
         self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
         self._exits = ExitReports(self._records.store)
-        self._heartbeats = HeartbeatTimeout(2 * heartbeat_s)
         self._watched: _Watched | None = None
         self._told: tuple[int, str] | None = None
         self._stop = threading.Event()
@@ -92,11 +93,19 @@ class Watch:
         self._thread.start()
 
     def enter(
-        self, generation: int, ranks: tuple[int, ...], incarnations: Mapping[int, int]
+        self,
+        generation: int,
+        ranks: tuple[int, ...],
+        incarnations: Mapping[int, int],
+        processes: Mapping[int, int] | None = None,
     ) -> None:
-        """Watch the ranks of a generation from now on. Local."""
+        """Watch the ranks of a generation from now on; see `ExitReports.of`. Local."""
         self.step = None
-        self._watched = _Watched(generation, ranks, dict(incarnations))
+        # New heartbeats, too: a rank that came back may have the number at which it died.
+        heartbeats = HeartbeatTimeout(2 * self._heartbeat_s)
+        self._watched = _Watched(
+            generation, ranks, heartbeats, dict(incarnations), dict(processes or {})
+        )
 
     def failure(self) -> str | None:
         """Why the ranks of the generation leave it, or None. Local; reads nothing."""
@@ -144,8 +153,8 @@ class Watch:
                 # Who waits to join does not beat: its rank may have a process that is silent.
                 if watched is not None and now_s >= next_beat_s:
                     beats, next_beat_s = beats + 1, now_s + self._heartbeat_s
-                    self._records.beat(watched.generation, self._rank, beats)
-                    self._look_at_neighbour(watched, now_s)
+                    self._records.beat(watched.generation, self.rank, beats)
+                    self._look_at_neighbours(watched, now_s)
                 if watched is not None:
                     self._look(watched, reads_all=looks % _LOOKS_PER_READ == 0)
                 looks += 1
@@ -162,37 +171,46 @@ class Watch:
                 self._over = watched.generation, *over
             self._exits.read()
             for rank in watched.ranks:
-                if (reason := self._exits.of(rank, watched.incarnations)) is not None:
+                reason = self._exits.of(rank, watched.incarnations, watched.processes)
+                if reason is not None:
                     message = f"rank {rank} has ended: {reason}"
                     self._records.raise_flag(watched.generation, message)
         message_of_flag = self._records.flag(watched.generation)
         if message_of_flag is not None:
             self._told = watched.generation, message_of_flag
 
-    def _look_at_neighbour(self, watched: _Watched, now_s: float) -> None:
-        """Raise the flag if the next rank is silent; `Quorum` finds others that died with it."""
-        if len(watched.ranks) < 2 or self._rank not in watched.ranks:
+    def _look_at_neighbours(self, watched: _Watched, now_s: float) -> None:
+        """Raise the flag if the next rank is silent; `Quorum` finds others that died with it.
+
+        Where its heartbeat is late the one behind it is looked at, too, and so on: ranks of a host
+        are lost together, and their silence counts from then and not from the quorum on.
+        """
+        if self.rank not in watched.ranks:
             return
-        following = (watched.ranks.index(self._rank) + 1) % len(watched.ranks)
-        rank = watched.ranks[following]
-        beat = self._records.beat_of(watched.generation, rank)
-        if not beat and watched.generation == 0:
-            # Not silent but late to begin: the agreement to open the groups has a limit for that.
-            return
-        silent_s = self._heartbeats.look(rank, beat, now_s)
-        if silent_s >= self._dead_after_s:
-            message = f"no heartbeat for {silent_s:.1f} s"
-            self._records.say_silent(watched.generation, rank, message)
-            self._records.raise_flag(watched.generation, f"rank {rank}: {message}")
+        own = watched.ranks.index(self.rank)
+        for rank in (*watched.ranks[own + 1 :], *watched.ranks[:own]):
+            beat = self._records.beat_of(watched.generation, rank)
+            if not beat and watched.generation == 0:
+                # Late to begin, not silent: the agreement to open the groups has a limit for that.
+                return
+            silent_s = watched.heartbeats.look(rank, beat, now_s)
+            if silent_s >= self._dead_after_s:
+                message = f"no heartbeat for {silent_s:.1f} s"
+                self._records.say_silent(watched.generation, rank, message)
+                self._records.raise_flag(watched.generation, f"rank {rank}: {message}")
+            elif not silent_s:
+                return
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """What is watched: a generation, its ranks, and which process of each rank."""
+    """What is watched: a generation, its ranks, their heartbeats, and which process of each."""
 
     generation: int
     ranks: tuple[int, ...]
+    heartbeats: HeartbeatTimeout
     incarnations: Mapping[int, int] = field(default_factory=dict)
+    processes: Mapping[int, int] = field(default_factory=dict)
 
 
 # Written by the launcher: `pcomm.core.process.process_watch`.
@@ -231,7 +249,12 @@ class ExitReports:
         """Incarnation of the first process of `rank` that may live, as far as was told."""
         return self._last.get(rank, (-1, ""))[0] + 1
 
-    def of(self, rank: int, incarnations: Mapping[int, int]) -> str | None:
+    def of(
+        self,
+        rank: int,
+        incarnations: Mapping[int, int],
+        processes: Mapping[int, int] | None = None,
+    ) -> str | None:
         """Why the process of `rank` has ended, or None.
 
         The end of a process that another one has replaced says nothing of that one, also where it
@@ -241,8 +264,9 @@ class ExitReports:
             rank: Global rank.
             incarnations: Number of processes that had a rank before the one of now, by rank; 0
                 where it is absent.
+            processes: By rank, the number that its process has in the reports, where it is a spare.
         """
-        incarnation, reason = self._last.get(rank, (-1, ""))
+        incarnation, reason = self._last.get((processes or {}).get(rank, rank), (-1, ""))
         return reason or "ended" if incarnation >= incarnations.get(rank, 0) else None
 
 
@@ -402,15 +426,22 @@ class SuspectedFailure(PeerError):
     """An operation between ranks ended with an error, and no rank is known to have failed."""
 
 
-def translating_errors(collectives: Collectives, failure: Callable[[], str | None]) -> Collectives:
+def translating_errors(
+    collectives: Collectives, failure: Callable[[], str | None], *, is_aborted: bool = False
+) -> Collectives:
     """Interruptible collectives that raise any other error of torch's as a `SuspectedFailure`.
 
     Local. A connection that breaks raises the same class wherever torch finds it, so that it can be
     told from errors of a model. One rank's collectives are returned as they are.
+
+    Args:
+        collectives: Operations without gradients that move the tensors.
+        failure: Function that returns why the ranks leave the generation, or None.
+        is_aborted: True for a communicator that `Groups.abort_on` ends, as for `interruptible`.
     """
     if collectives.size == 1:
         return collectives
-    return _TranslatingErrors(interruptible(collectives, failure))
+    return _TranslatingErrors(interruptible(collectives, failure, is_aborted=is_aborted))
 
 
 class _TranslatingErrors(InstrumentedCollectives):

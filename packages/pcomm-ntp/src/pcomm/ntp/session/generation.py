@@ -15,10 +15,11 @@ import torch
 
 from pcomm.core import Group, Groups, GroupSpec, Topology, open_groups
 from pcomm.core.control import Control
-from pcomm.core.errors import PeerTimeoutError
+from pcomm.core.errors import LayoutError, PeerTimeoutError, TopologyError
 from pcomm.core.groups.spec import CommOptions
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
+from pcomm.ntp.planning.owners import Hosts
 from pcomm.ntp.planning.plan import NtpPlan, plan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.redistribute import Moved
@@ -48,12 +49,14 @@ class Job:
         failures: Ranks that are gone from the start.
         groups: Groups that the model needs beside `tp`; a function of the plan, or a list.
         strategy: Strategy by which gradients are summed.
-        backend: `"gloo"`; `Session` refuses others.
+        backend: `"gloo"` or `"nccl"`.
         restore: Function that loads a checkpoint; None where there is none.
         has_end: True if the program has a function for the end of the job.
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
         timeouts: Time limits.
         device: Device of tensors between ranks.
+        hosts: Host of each rank, and the number of owners of each unit's optimizer state; None
+            where every rank that holds a unit has it.
     """
 
     topology: Topology
@@ -69,6 +72,7 @@ class Job:
     facts: Mapping[str, str]
     timeouts: Timeouts
     device: torch.device
+    hosts: Hosts | None = None
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
@@ -80,6 +84,14 @@ class Job:
         """The plan for the ranks that are there."""
         whole = Topology(self.topology.axes, self.topology.order, offset=self.topology.offset)
         return self._plan(whole, ranks, speeds)
+
+    def has_plan(self, ranks: tuple[int, ...]) -> bool:
+        """Whether these ranks can train without any other."""
+        try:
+            self.plan(ranks, {})
+        except (LayoutError, TopologyError):
+            return False
+        return True
 
     def last_plan(self, ranks: tuple[int, ...], speeds: Mapping[int, float]) -> NtpPlan:
         """The plan of ranks that cannot go on, but may hold all units, for the end of the job.
@@ -110,6 +122,14 @@ class Job:
         """The groups of the caller for a plan."""
         return tuple(self.groups(made) if callable(self.groups) else self.groups)
 
+    def _copies(self) -> str:
+        """Number of copies, and a digest of the hosts."""
+        if self.hosts is None:
+            return "all"
+        names = json.dumps(sorted(self.hosts.names.items())).encode()
+        digest = hashlib.blake2b(names, digest_size=8).hexdigest()
+        return f"{self.hosts.copies} on hosts {digest}"
+
     def all_facts(self) -> dict[str, str]:
         """Facts that a process shares with those of its job, by name."""
         units = {name: str(own) for name, own in self.units.items()}
@@ -122,6 +142,7 @@ class Job:
             "units": digest.hexdigest(),
             "policy": str(self.policy),
             "strategy": self.strategy,
+            "copies": self._copies(),
             **{name: str(fact) for name, fact in self.facts.items()},
         }
 
@@ -245,6 +266,9 @@ def open_generation(job: Job, made: NtpPlan, control: Control, watch: Watch) -> 
 
 def _open(job: Job, made: NtpPlan, control: Control, failure: Callable[[], str | None]) -> Opened:
     """The groups of all ranks and, where some are idle, those of the ranks that are used."""
+    if job.device.type == "cuda":
+        # Each thread has a current device of its own, on which NCCL connects.
+        torch.cuda.set_device(job.device)
     used = [rank for rank in control.ranks if rank not in made.idle_ranks]
     timeout_s = job.timeouts.operation_s
     specs = ("tp", *job.groups_of(made), *grad_groups(made, job.strategy))
@@ -270,8 +294,13 @@ def _opened(
     failure: Callable[[], str | None],
     backend: str,
 ) -> Groups:
-    groups = open_groups(topology, specs, backend=backend, control=control)
-    return groups.with_collectives(lambda group: translating_errors(group.collectives, failure))
+    groups, is_aborted = open_groups(topology, specs, backend=backend, control=control), False
+    if backend == "nccl":
+        groups.abort_on(failure)
+        is_aborted = True
+    return groups.with_collectives(
+        lambda group: translating_errors(group.collectives, failure, is_aborted=is_aborted)
+    )
 
 
 def _timed(spec: Spec, timeout_s: float) -> GroupSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from pcomm.ntp.session.failure_detection import ExitReports, Watch, left_out, un
 from pcomm.ntp.session.quorum import Quorum, Timeouts, states_before
 from pcomm.ntp.session.records import Decision, Join, Records, headline, store_lost
 from pcomm.ntp.session.resume_point import RankState
+from pcomm.ntp.session.spares import Spares
 
 __all__ = ["Membership"]
 
@@ -33,14 +35,18 @@ class Membership:
 
     Args:
         connect: Function that makes a new connection to the store.
-        rank: Global rank of this process.
+        rank: Global rank of this process; of a spare, a number that is none of `places`.
         ranks: Ranks of generation 0.
-        places: Ranks that the job may ever have.
+        places: Ranks that the job may ever have, each with the number of its replica.
         facts: Facts that must be the same on all ranks.
         timeouts: Time limits.
         incarnation: Number of processes that had the rank before.
+        is_spare: True for a process that waits for any place, however long.
+        are_enough: Function that tells whether these ranks can begin the job again from its
+            checkpoint when no other one is left; None where there is no checkpoint.
 
     Attributes:
+        rank: Global rank of this process; of a spare, that whose place it has got.
         records: Records of the session, on a connection of the calling thread.
         number: Number of the generation.
         ranks: Its ranks, ascending.
@@ -55,19 +61,24 @@ class Membership:
         connect: Callable[[], dist.Store],
         rank: int,
         ranks: Sequence[int],
-        places: Sequence[int],
+        places: Mapping[int, int],
         facts: Mapping[str, str],
         timeouts: Timeouts,
         incarnation: int = 0,
+        *,
+        is_spare: bool = False,
+        are_enough: Callable[[tuple[int, ...]], bool] | None = None,
     ) -> None:
-        self._incarnation = incarnation
+        self._incarnation, self._is_spare = incarnation, is_spare
         self._connect, self.rank, self._places = connect, rank, frozenset(places)
+        self._spares, self._are_enough = Spares(places), are_enough
         self._facts, self._timeouts = dict(facts), timeouts
         self.records = Records(connect())
         self._exits = ExitReports(self.records.store)
         self._token = uuid.uuid4().hex
         self.number, self.ranks = 0, tuple(sorted(ranks))
         self.incarnations: Mapping[int, int] = {}
+        self.processes: Mapping[int, int] = {}
         self.speeds: Mapping[int, float] = {}
         self.gone: dict[int, str] = {}
         self._is_member = False
@@ -99,7 +110,7 @@ class Membership:
             self._is_member = True
             self._begin()
             return {}
-        end_s = time.monotonic() + self._timeouts.join_s
+        end_s = math.inf if self._is_spare else time.monotonic() + self._timeouts.join_s
         self._reach_members(end_s)
         decision = self._join(end_s)
         states = states_before(self.records, self.number, decision, self.check_fence)
@@ -113,11 +124,12 @@ class Membership:
         """
         beats: dict[int, str] = {}
         ranks = self.ranks
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s and not self._ended(ranks):
             while (decision := self.records.decision(self.number)) is not None:
                 if decision.is_end:
                     return
-                self.number, ranks, beats = self.number + 1, decision.ranks, {}
+                self._follow(decision)
+                ranks, beats = decision.ranks, {}
             others = [rank for rank in ranks if rank != self.rank]
             for rank in others:
                 beats.setdefault(rank, self.records.beat_of(self.number, rank))
@@ -144,9 +156,10 @@ class Membership:
     def _join(self, end_s: float) -> Decision:
         # A process that no launcher started comes after all whose ends were told.
         incarnation = max(self._incarnation, self._exits.next_incarnation(self.rank))
-        join = Join(self.rank, self._token, incarnation, self._facts)
+        join = Join(self.rank, self._token, incarnation, self._facts, self._is_spare)
         self.records.ask_to_join(join)
         while True:
+            self._begin_again()
             decision = self.records.decision(self.number)
             if decision is not None and decision.is_end:
                 raise ClosedError(
@@ -155,7 +168,9 @@ class Membership:
                     why="Its ranks have ended, or are about to.",
                     fix="Start a new job from its checkpoint if there is more to do.",
                 )
-            if decision is not None and decision.newcomers.get(self.rank) == self._token:
+            if decision is not None and self._token in decision.newcomers.values():
+                places = {token: rank for rank, token in decision.newcomers.items()}
+                self.rank = self.watch.rank = places[self._token]
                 return decision
             if (reason := self.records.refused(self._token)) is not None:
                 raise ConfigError(
@@ -165,7 +180,7 @@ class Membership:
                     fix="Start the process again with those of the job; the others go on.",
                 )
             if decision is not None:
-                self.number += 1
+                self._follow(decision)
                 continue
             if time.monotonic() > end_s or self.watch.lost is not None:
                 self.check_store()
@@ -177,6 +192,47 @@ class Membership:
                     "still.",
                 )
             time.sleep(_PAUSE_S)
+
+    def _follow(self, decision: Decision) -> None:
+        """Go to a generation that this process has no part in, to wait there."""
+        self.number += 1
+        self.ranks, self.incarnations = decision.ranks, decision.incarnations
+        self.processes = decision.processes
+
+    def _ended(self, ranks: Sequence[int]) -> dict[int, str]:
+        """How each of the ranks of the generation has ended; empty if one of them may live."""
+        self._exits.read()
+        found = {r: self._exits.of(r, self.incarnations, self.processes) for r in ranks}
+        told = {rank: reason for rank, reason in found.items() if reason is not None}
+        return told if len(told) == len(ranks) else {}
+
+    def _begin_again(self) -> None:
+        """Begin the job again with those that wait, if no rank of it is left. Local.
+
+        Raises:
+            PeerError: The last ranks have ended by errors of their own, which would come again;
+                or the spares cannot begin it.
+        """
+        gone = self._ended(self.ranks)
+        if not gone or self.records.decision(self.number) is not None:
+            return
+        proposal = self._propose((), gone)
+        has_failed = any(reason.startswith("failed") for reason in gone.values())
+        is_possible = self._are_enough is not None and self._are_enough(proposal.ranks)
+        if is_possible and not has_failed:
+            self.records.decide(self.number, proposal)
+        elif has_failed or self._is_spare:
+            raise PeerError(
+                f"Session: rank {self.rank} joins",
+                found="; ".join(f"rank {rank}: {reason}" for rank, reason in gone.items()),
+                why="No rank is left. "
+                + (
+                    "An error of the program would come again."
+                    if has_failed
+                    else "Without a checkpoint, or with too few spares, none can begin again."
+                ),
+                fix="Start the job again from its last checkpoint.",
+            )
 
     # -- leaving -----------------------------------------------------------------------------
 
@@ -205,6 +261,7 @@ class Membership:
                 self.ranks,
                 self.incarnations,
                 self._timeouts,
+                self.processes,
             )
             decision = quorum.attend(self.rank, state, self._propose, self.check_store)
             # It is told before its rank is gone, so that none goes on without it.
@@ -317,7 +374,8 @@ class Membership:
 
         The lowest rank asks, for all.
         """
-        if self.rank != self.ranks[0] or self.records.num_joins() <= self._joins_done:
+        is_new = self.rank == self.ranks[0] and self.records.num_joins() > self._joins_done
+        if self.rank != self.ranks[0] or not (is_new or self._spares.could_fill(self.ranks)):
             return False
         self._exits.read()
         return bool(self._newcomers(self.ranks))
@@ -331,10 +389,15 @@ class Membership:
                 if is_answered:
                     self._joins_done = number
                 continue
+            if join.is_spare:
+                self._spares.wait(number, join)
+                if is_answered:
+                    self._joins_done = number
+                continue
             is_answered = False
             if join.rank not in ranks:
                 found[join.rank] = join
-        return found
+        return found | self._spares.fill({*ranks, *found}, self._is_answered)
 
     def _is_answered(self, join: Join) -> bool:
         """Whether a request needs no decision any more; answers what is refused."""
@@ -348,7 +411,7 @@ class Membership:
         return bool(problem)
 
     def _problem(self, join: Join) -> str:
-        if join.rank not in self._places:
+        if join.rank not in self._places and not join.is_spare:
             return f"rank {join.rank}, which the topology of the job does not have"
         for name in sorted({*self._facts, *join.facts}):
             own, other = self._facts.get(name, "(nothing)"), join.facts.get(name, "(nothing)")
@@ -370,9 +433,12 @@ class Membership:
         ranks = tuple(sorted({*living, *new}))
         incarnations = {r: n for r, n in self.incarnations.items() if r in living}
         incarnations |= {r: join.incarnation for r, join in new.items()}
+        processes = {r: n for r, n in self.processes.items() if r in living}
+        processes |= {r: join.rank for r, join in new.items() if join.is_spare}
         speeds = {r: s for r, s in self.records.speeds(ranks).items() if s != 1}
         tokens = {r: join.token for r, join in new.items()}
-        return Decision(ranks, tokens, incarnations, speeds, self.records.stops(), gone)
+        stops = self.records.stops()
+        return Decision(ranks, tokens, incarnations, speeds, processes, stops, gone)
 
     def _check_diverged(self) -> None:
         if (error := self.records.diverged(self.number)) is not None:
@@ -395,7 +461,7 @@ class Membership:
         self._is_member, self.stops = True, decision.stops
         self.number += 1
         self.ranks, self.speeds = decision.ranks, decision.speeds
-        self.incarnations = decision.incarnations
+        self.incarnations, self.processes = decision.incarnations, decision.processes
         self._newest = self._newest.union(decision.newcomers).intersection(self.ranks)
         self._begin()
 
@@ -406,7 +472,7 @@ class Membership:
 
     def _begin(self) -> None:
         self.records.say_reach(self.number, self.rank, self.watch.reach.address)
-        self.watch.enter(self.number, self.ranks, self.incarnations)
+        self.watch.enter(self.number, self.ranks, self.incarnations, self.processes)
 
     def _fenced(self, decision: Decision, number: int) -> FencedError:
         reason = decision.gone.get(self.rank)

@@ -58,6 +58,7 @@ class Quorum:
         ranks: Its ranks.
         incarnations: Number of processes that had a rank before the one of now, by rank.
         timeouts: Time limits.
+        processes: By rank, the number of its process where that is a spare.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Quorum:
         ranks: Sequence[int],
         incarnations: Mapping[int, int],
         timeouts: Timeouts,
+        processes: Mapping[int, int] | None = None,
     ) -> None:
         self._records, self._exits, self._timeouts = records, exits, timeouts
         self.generation, self.ranks = generation, tuple(ranks)
-        self._incarnations = incarnations
+        self._incarnations, self._processes = incarnations, processes
         self._heartbeats = HeartbeatTimeout(2 * timeouts.heartbeat_s)
 
     def attend(
@@ -114,7 +116,7 @@ class Quorum:
 
     def _how_it_ended(self, rank: int) -> str | None:
         """How a rank has ended or left, or None."""
-        ended = self._exits.of(rank, self._incarnations)
+        ended = self._exits.of(rank, self._incarnations, self._processes)
         return ended or self._records.left(self.generation, rank)
 
     def _told(self, rank: int) -> str | None:

@@ -65,8 +65,9 @@ class Decision:
         ranks: Ranks of the next generation, ascending; empty if all steps are done.
         newcomers: Tokens of the processes that are new in it, by rank.
         incarnations: Number of processes that had a rank before the one of now, by rank, where
-            there were any.
+            there were any; of a spare, those that had its own number.
         speeds: Relative speeds other than 1, by rank.
+        processes: By rank, the number of the process that has its place, where that is a spare.
         stops: True if a rank has asked to end after the step.
         gone: Ranks of the generation before whose processes are gone, each with the reason.
     """
@@ -75,6 +76,7 @@ class Decision:
     newcomers: Mapping[int, str] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
     speeds: Mapping[int, float] = field(default_factory=dict)
+    processes: Mapping[int, int] = field(default_factory=dict)
     stops: bool = False
     gone: Mapping[int, str] = field(default_factory=dict)
 
@@ -91,7 +93,7 @@ class Decision:
     def from_json(cls, text: str) -> Decision:
         """The decision that `to_json` wrote."""
         found = json.loads(text)
-        by_rank = ("newcomers", "incarnations", "speeds", "gone")
+        by_rank = ("newcomers", "incarnations", "speeds", "processes", "gone")
         tables = {name: {int(r): v for r, v in found[name].items()} for name in by_rank}
         return cls(tuple(found["ranks"]), **tables, stops=found["stops"])
 
@@ -101,16 +103,18 @@ class Join:
     """The request of a new process to take the place of a rank.
 
     Args:
-        rank: Global rank whose place it takes.
+        rank: Global rank whose place it takes; of a spare, its own number.
         token: Word that no other process has.
         incarnation: Number of processes that had the rank before.
         facts: Facts that must be the same on all ranks, such as versions.
+        is_spare: True if it takes any place.
     """
 
     rank: int
     token: str
     incarnation: int
     facts: Mapping[str, str]
+    is_spare: bool = False
 
 
 class Records:

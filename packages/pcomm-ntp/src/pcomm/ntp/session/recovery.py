@@ -20,9 +20,11 @@ from pcomm.core.errors import (
     UnsupportedError,
 )
 from pcomm.core.groups.group import Group
+from pcomm.ntp.planning.owners import Owners
 from pcomm.ntp.planning.plan import NtpPlan
-from pcomm.ntp.redistribute import Moved, StateLostError, state_tensors
+from pcomm.ntp.redistribute import Moved, StateLostError
 from pcomm.ntp.redistribute.agreement import differing_units
+from pcomm.ntp.redistribute.planned_moves import OwnedState
 from pcomm.ntp.session.failure_detection import SuspectedFailure
 from pcomm.ntp.session.generation import Clock, Job, Opened, Transition, open_generation
 from pcomm.ntp.session.membership import Membership
@@ -37,7 +39,7 @@ from pcomm.ntp.session.training_state import (
     check_built,
     scalars_of,
 )
-from pcomm.ntp.sync.grad_groups import stage_group
+from pcomm.ntp.sync.grad_groups import group_names, stage_group
 from pcomm.ntp.sync.grad_sync import GradSync
 
 __all__ = ["Recovery"]
@@ -59,6 +61,7 @@ class Recovery:
         opened: Groups of the generation; None while there are none.
         sync: Sums of gradients; None on a rank without units.
         applied: Number of steps in the state.
+        is_whole: False from a step on that owners have applied until their weights have arrived.
         is_ready: True while the gradients of the next step are summed and not applied.
         stops: True once a rank has asked to end, known to all.
         transitions: How each generation came about and what it took, the newest last.
@@ -68,12 +71,13 @@ class Recovery:
 
     def __init__(self, job: Job, membership: Membership) -> None:
         self._job, self._membership = job, membership
-        self._transfer = StateTransfer(job.device, job.restore, membership)
+        self._transfer = StateTransfer(job.device, job.restore, membership, job.hosts)
         self.held: GenerationState | None = None
         self._complete: GenerationState | None = None
         self.opened: Opened | None = None
         self.sync: GradSync | None = None
         self.applied, self.is_ready, self.stops = 0, False, False
+        self.is_whole = True
         self._buffers, self._retries = BufferSnapshot(), RetryLimit()
         self._has_state = False
         self._applied_at_start = 0
@@ -124,20 +128,47 @@ class Recovery:
                     "settings on all ranks, and go on from a checkpoint of before.",
                 )
 
+    def check_device(self) -> None:
+        """Wait for the device, and raise if what it has may come of an aborted operation. Local.
+
+        On the CPU an operation that was left has raised by itself.
+        """
+        if self._job.device.type == "cuda":
+            torch.cuda.synchronize(self._job.device)
+            self._membership.watch.check()
+
     def apply(self) -> None:
-        """Apply the step whose gradients are summed. Local.
+        """Apply the step whose gradients are summed, to what this rank owns. Local.
 
         Raises:
             UnsupportedError: The optimizer has state that could not move when a rank dies.
         """
         if self.held is not None and self.held.built is not None:
-            self.held.built.optimizer.step()
+            self.held.built.step()
             if not self._has_state:
                 # An optimizer makes its state in its first step.
                 scalars_of(self.held.built)
                 self._has_state = True
         # One statement after the other: a rank that dies between them is gone with its state.
-        self.applied, self.is_ready = self.applied + 1, False
+        is_all = self.held is None or self.held.built is None or self.held.built.owned is None
+        self.applied, self.is_ready, self.is_whole = self.applied + 1, False, is_all
+
+    def gather_weights(self) -> None:
+        """Get the weights that other ranks own, and send this one's. Collective over a stage.
+
+        Raises:
+            PeerError: Another rank failed; the step is applied nevertheless.
+        """
+        if not self.is_whole:
+            owned = self.require_built().owned
+            assert owned is not None
+            owned.gather_weights(self.open_group)
+            self.is_whole = True
+
+    def open_group(self, ranks: tuple[int, ...]) -> Group:
+        """The open group of ranks that sum gradients together."""
+        names = group_names(self.require_state().plan, self._job.strategy)
+        return self.require_opened().groups[names[ranks]]
 
     # -- what there is, or an error ----------------------------------------------------------
 
@@ -200,6 +231,7 @@ class Recovery:
                 NONE if self._complete is None else self._complete.generation,
                 self.applied,
                 self.is_ready,
+                self.is_whole,
             )
             with store_errors():
                 decision, states = self._membership.form_quorum(told, state)
@@ -229,6 +261,11 @@ class Recovery:
                 fix="Give the same `until` on all ranks, and call request_stop() to end earlier.",
             )
         self._retries.count(error, self._membership.ranks, self.applied)
+        if isinstance(error, SuspectedFailure) and self.opened is not None:
+            # Before all meet who are alive, since they would connect once more in vain. Where ranks
+            # end since the store is lost, their connections may tell it before the watch does.
+            with store_errors():
+                self._membership.try_connections()
         return headline(error)
 
     def close(self) -> None:
@@ -274,7 +311,7 @@ class Recovery:
         open_s = clock.lap()
         built = self._build(made, opened, is_start=point.generation == NONE)
         build_s = clock.lap()
-        built, moved = self._bring(point, made, built, opened)
+        built, owners, moved = self._bring(point, made, built, opened)
         if built is not None:
             self.sync = GradSync(
                 made,
@@ -284,13 +321,15 @@ class Recovery:
                 strategy=self._job.strategy,
                 param_layouts=built.layouts,
             )
-            self._compare(made, built, opened, is_start=moved is None)
-        self._complete = GenerationState(member.number, made, built)
+            self._compare(made, built, owners, opened, is_start=moved is None)
+        self._complete = GenerationState(member.number, made, built, owners)
+        self.check_device()
         lines = [f"steps: {self.applied}", *made.agreed_lines()]
         lines += [f"{name}: {fact}" for name, fact in self._job.all_facts().items()]
         control.agree("Session: the state has arrived", lines)
         # From here on all ranks have the new state, so the old one is not needed any more.
         self.held, self._complete, self._applied_at_start = self._complete, None, self.applied
+        self.is_whole = True
         took = Transition(
             generation=member.number,
             reason=reason,
@@ -330,7 +369,7 @@ class Recovery:
         """
         complete, self._complete = self._complete, None
         if complete is not None and complete.generation == point.generation:
-            self.held = complete
+            self.held, self.is_whole = complete, True
         if self._membership.rank not in point.holders:
             self.held = None
         if self._membership.rank in point.behind:
@@ -346,19 +385,20 @@ class Recovery:
         if rank in made.idle_ranks:
             return None
         built = self._job.build(made, opened.groups, rank)
-        built = check_built(built, made, is_start=is_start)
+        has_owners = self._job.hosts is not None
+        built = check_built(built, made, is_start=is_start, has_owners=has_owners)
         # Those of an attempt that failed, where the model is that of the generation before.
         built.model.zero_grad(set_to_none=True)
         return built
 
     def _bring(
         self, point: ResumePoint, made: NtpPlan, built: TrainState | None, opened: Opened
-    ) -> tuple[TrainState | None, Moved | None]:
+    ) -> tuple[TrainState | None, Owners | None, Moved | None]:
         """Bring a model its state: from other ranks, from a checkpoint, or as it was built."""
         group = opened.everyone
         if point.generation != NONE:
             try:
-                return built, self._transfer.move(point, self.held, made, built, group)
+                return self._transfer.move(point, self.held, made, built, group)
             except StateLostError:
                 if self._job.restore is None or self.ending is not None:
                     raise
@@ -367,9 +407,17 @@ class Recovery:
                 # The optimizer has the scalars of the state that is lost.
                 built = self._build(made, opened, is_start=False)
         self.applied = self._transfer.restore(made, built, group)
-        return built, None
+        return *self._transfer.first_owners(made, built), None
 
-    def _compare(self, made: NtpPlan, built: TrainState, opened: Opened, *, is_start: bool) -> None:
+    def _compare(
+        self,
+        made: NtpPlan,
+        built: TrainState,
+        owners: Owners | None,
+        opened: Opened,
+        *,
+        is_start: bool,
+    ) -> None:
         """Compare optimizers and numbers of the ranks of a stage, before the state counts."""
         lines: list[str] = []
         error: Exception | None = None
@@ -378,12 +426,17 @@ class Recovery:
         except Exception as caught:
             error = caught
         agree_in_group(self._stage(made, opened), "Session: optimizer", lines, error=error)
-        tensors = state_tensors(built.model, built.optimizer)
+        tensors = built.tensors
         if not is_start:
             # Each replica's own, such as running means of its samples.
             for name, _ in built.model.named_buffers():
                 tensors.pop(f"model.{name}", None)
-        found = self._differing(made, built, tensors, is_exact=is_start)
+        owned = (
+            None
+            if owners is None
+            else OwnedState(owners, owners, made.stage_ranks(self._membership.rank))
+        )
+        found = self._differing(made, built, tensors, is_exact=is_start, owned=owned)
         if found is not None:
             if is_start:
                 raise DivergenceError(
@@ -411,6 +464,7 @@ class Recovery:
         tensors: Mapping[str, torch.Tensor],
         *,
         is_exact: bool,
+        owned: OwnedState | None = None,
     ) -> str | None:
         assert self.opened is not None
         return differing_units(
@@ -421,6 +475,7 @@ class Recovery:
             param_layouts=built.layouts,
             is_exact=is_exact,
             device=self._job.device,
+            owned=owned,
         )
 
     def _stage(self, made: NtpPlan, opened: Opened) -> Group:

@@ -9,6 +9,24 @@ said so may one go over: apply the step, or drop the shards of the generation be
 A failure can strike while some ranks have gone over and others have not. Then the highest number
 that any survivor has is the one that counts, since the others have all that they need to follow:
 the rank that went over had heard that from each of them.
+
+Where a step is computed by the owners of each range of units alone (`OwnedParams`), it has a third
+part, which is not a phase: owners apply the step to what they own, and count it; then they send the
+weights to the other ranks that hold them. Owners of a range apply the same step to the same sum, so
+what they own is that after the last step on each of them, whatever else has happened:
+
+| a death while | survivors have | what follows |
+|---|---|---|
+| gradients are summed, or before anyone is ready | the step before, all weights | it is repeated |
+| ranks tell that they are ready | some applied it, some are `behind` | these apply what they own |
+| owners send weights | applied on all that heard; some are `stale` | as below |
+| the next step is computed by some | applied; a rank may still be `stale` | as below |
+
+The weights of ranks that are `behind` or `stale` count where they own them. All others of theirs
+come from a rank that has them all, or from any owner that is left. The moments come from an owner
+in any case. Units none of whose owners are left are lost, but for weights that some rank has whole
+where the optimizer has no state; then all ranks go back to the checkpoint. A rank that fails once
+more while state moves has only read what it had, so the same words of it are true again.
 """
 
 from __future__ import annotations
@@ -36,12 +54,15 @@ class RankState:
         applied: Number of steps in that state.
         is_ready: True if the gradients of the next step are summed here, and the other ranks may
             have been told so.
+        is_whole: False if other ranks own weights, and this one has not got all that the last step
+            changed.
     """
 
     confirmed: int = NONE
     complete: int = NONE
     applied: int = 0
     is_ready: bool = False
+    is_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,12 +74,18 @@ class ResumePoint:
         applied: Number of steps in it.
         holders: Ranks that hold it, ascending.
         behind: Those that have one step still to apply, whose gradients they hold.
+        stale: Those that have applied the last step, and may lack weights of other owners.
     """
 
     generation: int
     applied: int
     holders: tuple[int, ...]
     behind: tuple[int, ...]
+    stale: tuple[int, ...] = ()
+
+    def whole(self) -> tuple[int, ...]:
+        """Holders whose weights are all those after the last step, where ranks own some."""
+        return tuple(one for one in self.holders if one not in self.behind + self.stale)
 
 
 def resume_point(states: Mapping[int, RankState]) -> ResumePoint:
@@ -80,7 +107,12 @@ def resume_point(states: Mapping[int, RankState]) -> ResumePoint:
     lost = [r for r, own in states.items() if r not in holders and own.confirmed != NONE]
     unready = [r for r in behind if states[r].applied < applied - 1 or not states[r].is_ready]
     _check(states, sorted(lost + unready))
-    return ResumePoint(generation, applied, tuple(sorted(holders)), tuple(sorted(behind)))
+    # One that holds a later state, which has arrived, has all weights of it.
+    told = [r for r in holders if states[r].confirmed == generation]
+    stale = sorted(r for r in told if not states[r].is_whole and r not in behind)
+    return ResumePoint(
+        generation, applied, tuple(sorted(holders)), tuple(sorted(behind)), tuple(stale)
+    )
 
 
 def _check(states: Mapping[int, RankState], strays: Iterable[int]) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pcomm.core import Groups, Topology
 from pcomm.core.errors import ClosedError, ConfigError, FencedError, UnsupportedError
+from pcomm.core.groups.abandoning import outlive_failures
 from pcomm.core.process import RankPlace
+from pcomm.core.process.world import ANYWHERE, reachable_interface
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
+from pcomm.ntp.planning.owners import Hosts
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.redistribute import StateLostError
@@ -29,6 +34,10 @@ from pcomm.ntp.sync.grad_groups import Strategy
 from pcomm.ntp.sync.grad_sync import GradSync
 
 __all__ = ["Session"]
+
+
+# A store at these serves ranks of one host alone.
+_THIS_HOST = ("127.0.0.1", "::1", "localhost")
 
 
 class Session:
@@ -60,7 +69,9 @@ class Session:
     Args:
         place: Place of this process, such as `ResilientRanks` gives; or a function that makes a new
             connection to the store at each call, with `rank`; calls of a `RankPlace` end where the
-            store's host does not answer, those of a function as it makes them.
+            store's host does not answer, those of a function as it makes them. Where a `RankPlace`
+            names another host, and this host's name is loopback, connections between ranks go by
+            the interface on the route there, unless `GLOO_SOCKET_IFNAME` is set.
         topology: Axes and sizes of the whole job; `tp` and `dp` are among them.
         units: Units of parameters by name or pattern, as `plan` takes them.
         build: Function of a plan, its groups and this rank that returns
@@ -69,10 +80,20 @@ class Session:
             must not depend on the plan or rank, such as by the random state of the whole weight:
             replicas are compared.
         rank: Global rank of this process; that of `place` by default.
+        is_spare: True for a process whose rank the topology does not have. Making the session then
+            waits, without a model, until a rank has died, takes its place in the same change of
+            ranks, and goes on as that rank; see `rank` of the session. It raises `ClosedError`
+            if the job ends before.
         policy: Rounding of degrees, and the limit on memory.
         failures: Ranks that are gone from the start, and may join.
         groups: Further groups of the model, or a function that makes them from a plan.
         strategy: Strategy by which gradients are summed; see `GradSync`.
+        copies: Number of ranks, on different hosts, that have the optimizer's state of each unit,
+            and compute its step; the others that hold it get the weights. `optimizer` then has
+            parameters of its own, in the groups that it was built with: the parts that this rank
+            owns. Set learning rates from `step.number` before `commit`: what comes behind it may be
+            left out where a rank dies while weights travel. None for the state on each rank.
+        hosts: Host of each rank, for `copies`; by default each coordinate on `dp` is one.
         restore: Function of a plan, model and optimizer that loads a checkpoint and returns its
             step; called on ranks with units when the job starts, and when a state is lost.
         at_end: Function of the session that `close` calls on each rank with units, such as to save
@@ -87,18 +108,21 @@ class Session:
             before the others have decided. A process that the launcher tells to have ended is
             excluded at once.
         timeouts: All time limits, in place of the two before.
-        backend: `"gloo"`; NCCL is refused, whose operations a failure cannot end yet.
-        device: Device of this rank's tensors between ranks.
+        backend: `"gloo"`, or `"nccl"`, which has not run on hardware yet: communicators are aborted
+            when a rank dies, and variables of torch's watchdogs are set (`outlive_failures`).
+        device: Device of this rank's tensors between ranks; with NCCL a CUDA device.
 
     Attributes:
-        rank: Global rank of this process.
+        rank: Global rank of this process; of a spare, that whose place it has.
 
     Raises:
-        ConfigError: The others refuse this process, for other software or facts.
+        ConfigError: The others refuse this process, for other software or facts; the topology has
+            the rank of a spare; or NCCL without a CUDA device, or with variables by which torch
+            would end this process.
         DivergenceError: Ranks differ in facts or plan, in the kind or settings of the optimizer, or
             in numbers of their state.
-        UnsupportedError: Another backend than gloo, or an optimizer that does not work on parts of
-            a tensor.
+        UnsupportedError: A backend that is not there, or an optimizer that does not work on parts
+            of a tensor.
         PeerError: A process that joins cannot connect to the others.
         TopologyError: All ranks of a tensor-parallel group are gone, and no replica is whole;
             where steps were applied, raised by `close`, after `at_end`, if other ranks hold all
@@ -115,10 +139,13 @@ class Session:
         build: Build,
         *,
         rank: int | None = None,
+        is_spare: bool = False,
         policy: Policy | None = None,
         failures: Failures | None = None,
         groups: Sequence[Spec] | Callable[[NtpPlan], Sequence[Spec]] = (),
         strategy: Strategy = "interval",
+        copies: int | None = None,
+        hosts: Mapping[int, str] | None = None,
         restore: Restore | None = None,
         at_end: Callable[[Session], None] | None = None,
         facts: Mapping[str, str] | None = None,
@@ -128,17 +155,19 @@ class Session:
         backend: str = "gloo",
         device: torch.device | str = "cpu",
     ) -> None:
-        if backend != "gloo":
-            raise UnsupportedError(
-                f"Session: backend={backend!r}",
-                found="a backend other than gloo",
-                why="When a rank dies the others leave their operations. Those of NCCL end by an "
-                "abort alone, which is not there yet; the ranks would wait, and torch would end "
-                "them.",
-                fix='Use backend="gloo", with tensors between ranks on the CPU.',
+        if copies is not None and strategy != "interval":
+            raise ConfigError(
+                f"Session: copies={copies}, strategy={strategy!r}",
+                found="a strategy by which ranks that hold the same units have no group",
+                why="Owners send weights to the other ranks that hold them.",
+                fix='Use strategy="interval", or copies=None.',
             )
+        own_device = _device_of(backend, torch.device(device))
         limits = timeouts or Timeouts(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
+        others: tuple[str, ...] = ()
         if isinstance(place, RankPlace):
+            if place.host not in _THIS_HOST:
+                others = place.host, ANYWHERE
             connect: Callable[[], dist.Store] = partial(place.store, timeout_s=limits.agree_s)
             self.rank = place.rank if rank is None else rank
             incarnation = place.incarnation
@@ -153,6 +182,14 @@ class Session:
                     fix="Give rank=, or a RankPlace.",
                 )
             self.rank = rank
+        if is_spare and self.rank in topology.ranks:
+            raise ConfigError(
+                f"Session: rank {self.rank} as a spare",
+                found=f"a topology of {topology.world_size} ranks, of which it is one",
+                why="A spare has no place of its own, and takes that of any rank.",
+                fix=f"Number spares from {topology.offset + topology.world_size} on, or leave "
+                "is_spare away.",
+            )
         self._job = Job(
             topology=topology,
             units=dict(units),
@@ -161,23 +198,29 @@ class Session:
             failures=failures or Failures(),
             groups=groups if callable(groups) else tuple(groups),
             strategy=strategy,
+            hosts=None if copies is None else Hosts.of(topology, copies, hosts),
             backend=backend,
             restore=restore,
             has_end=at_end is not None,
             facts=dict(facts or {}),
             timeouts=limits,
-            device=torch.device(device),
+            device=own_device,
         )
-        with store_errors():
+        with store_errors(), contextlib.ExitStack() as network:
+            # Until the session ends: each generation connects.
+            network.enter_context(reachable_interface(*others))
             self._membership = Membership(
                 connect,
                 self.rank,
                 self._job.first_ranks,
-                topology.ranks,
+                {one: topology.coordinates(one).get("dp", 0) for one in topology.ranks},
                 self._job.all_facts(),
                 limits,
                 incarnation,
+                is_spare=is_spare,
+                are_enough=None if restore is None else self._job.has_plan,
             )
+            self._network = network.pop_all()
         self._recovery = Recovery(self._job, self._membership)
         self._step_end = StepEnd(self._recovery, self._membership, self._job.device)
         self._at_end = at_end
@@ -187,6 +230,7 @@ class Session:
         except BaseException as error:
             self._leave(error)
             raise
+        self.rank = self._membership.rank
 
     # -- what there is now -------------------------------------------------------------------
 
@@ -317,6 +361,22 @@ class Session:
             self._membership.records.set_speed(rank, speed)
         self._step_end.asks_generation = True
 
+    def gather_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The state of this rank's units, whole, such as for a checkpoint; see `shard_views`.
+
+        Collective over the ranks with units, each of which goes through all of it, and keeps what
+        it needs: with `copies` a tensor of the optimizer's state, of which others own parts, is
+        gathered when its turn comes. Else local.
+
+        Yields:
+            Name and tensor, as `state_tensors` names them; parameters and buffers of the model, and
+            what its optimizer has, are those themselves.
+
+        Raises:
+            PeerError: Another rank failed; the `with` block of an attempt takes it.
+        """
+        return self._recovery.require_built().gather(self._recovery.open_group)
+
     def request_stop(self) -> None:
         """Have all ranks end after the next step, such as before a time limit. Local."""
         with store_errors():
@@ -356,6 +416,7 @@ class Session:
             self._recovery.close()
         finally:
             self._membership.close()
+            self._network.close()
         if self._recovery.ending is not None:
             raise self._recovery.ending
 
@@ -410,5 +471,37 @@ class Session:
                 self._membership.leave(error)
             except dist.DistError as lost:
                 error.add_note(f"the store was not told: {lost}")
-        self._recovery.abandon()
-        self._membership.close()
+        try:
+            self._recovery.abandon()
+        finally:
+            self._membership.close()
+            self._network.close()
+
+
+def _device_of(backend: str, device: torch.device) -> torch.device:
+    """The device of tensors between ranks, once the backend may be used on it. Local."""
+    if backend == "gloo":
+        return device
+    if backend != "nccl" or not dist.is_nccl_available() or not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"Session: backend={backend!r}",
+            found="a backend that Session does not know"
+            if backend != "nccl"
+            else "a torch without NCCL, or no GPU",
+            why="A rank that dies leaves operations open, which each backend ends in its own way.",
+            fix='Use backend="gloo", or on GPUs "nccl".',
+        )
+    if device.type != "cuda":
+        raise ConfigError(
+            f"Session: backend='nccl', device={str(device)!r}",
+            found="a device that NCCL does not know",
+            why="Gradients and state move between ranks on this device.",
+            fix='Give device="cuda", or the device of this rank.',
+        )
+    outlive_failures()
+    warnings.warn(
+        "Session has never run on NCCL: the end of operations that a dead rank leaves open is "
+        "written against torch's sources. Please report what you see.",
+        stacklevel=3,
+    )
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

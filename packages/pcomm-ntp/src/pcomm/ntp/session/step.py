@@ -210,7 +210,9 @@ class StepEnd:
         everyone = opened.everyone.collectives
         settings = {"until": float(self.until), "max_norm": max_norm}
         self._is_asked = wait_until_all_ready(asks_generation, settings, everyone, self._device)
+        recovery.check_device()
         recovery.apply()
+        recovery.gather_weights()
         if recovery.sync is not None:
             recovery.sync.zero_grad()
 

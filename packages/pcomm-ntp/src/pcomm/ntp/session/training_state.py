@@ -8,8 +8,9 @@ the same on all ranks and travels as text through the store.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +21,14 @@ from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.core.tensor_parallel.optimizers import first_mixed, known_mixed
+from pcomm.ntp.planning.owners import Hosts, Owners
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.redistribute import Moved, redistribute, state_tensors
+from pcomm.ntp.redistribute.named_tensors import parameter_name
+from pcomm.ntp.redistribute.planned_moves import OwnedState
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.resume_point import ResumePoint
+from pcomm.ntp.sync.owned_params import OwnedParams, unit_sizes
 
 __all__ = [
     "BufferSnapshot",
@@ -39,6 +44,7 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("pcomm.ntp")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -54,11 +60,13 @@ class TrainState:
             norm or product of a shard would let them drift apart.
         param_layouts: Layout of each parameter by its name; by default those that the model's
             layers declare.
+        owned: Parts of the parameters that this rank owns; set by a session with `copies`.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     param_layouts: Mapping[str, ParamLayout] | None = None
+    owned: OwnedParams | None = field(default=None, repr=False)
 
     @property
     def layouts(self) -> Mapping[str, ParamLayout]:
@@ -66,14 +74,49 @@ class TrainState:
         own = self.param_layouts
         return param_layouts_of(self.model) if own is None else own
 
+    @property
+    def optimized(self) -> Mapping[str, Tensor]:
+        """What the optimizer has of each parameter, by its name: itself, or the owned part."""
+        return dict(self.model.named_parameters()) if self.owned is None else self.owned.parameters
 
-def check_built(found: object, plan: NtpPlan, *, is_start: bool) -> TrainState:
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that move with the units, by name; see `state_tensors`."""
+        return state_tensors(self.model, self.optimizer, self.optimized)
+
+    def gather(
+        self, open_group: Callable[[tuple[int, ...]], Group]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """`tensors`, whole also where ranks own parts. Collective over the stage if they do.
+
+        Args:
+            open_group: Function from a set of ranks to the open group.
+        """
+        owned = {} if self.owned is None else self.owned.sizes
+        for name, tensor in self.tensors.items():
+            if name.startswith("model.") or parameter_name(name) not in owned:
+                yield name, tensor
+        if self.owned is not None:
+            yield from self.owned.gather_state(open_group)
+
+    def step(self) -> None:
+        """One step of the optimizer, of the units that this rank owns. Local."""
+        if self.owned is None:
+            self.optimizer.step()
+        else:
+            self.owned.step()
+
+
+def check_built(
+    found: object, plan: NtpPlan, *, is_start: bool, has_owners: bool = False
+) -> TrainState:
     """What `build` has returned, if a session can train it. Local.
 
     Args:
         found: The object that `build` has returned.
         plan: The plan that it has built for.
         is_start: True to try an optimizer that is not torch's, which takes tenths of a second.
+        has_owners: True if each rank computes parts of whole parameters, too.
 
     Raises:
         ConfigError: It is no `TrainState`.
@@ -97,7 +140,7 @@ def check_built(found: object, plan: NtpPlan, *, is_start: bool) -> TrainState:
     names = {
         own: name
         for name, own in found.model.named_parameters()
-        if (units := plan.units_of(name)) and units[1].is_split
+        if has_owners or ((units := plan.units_of(name)) and units[1].is_split)
     }
     optimized = [one for group in found.optimizer.param_groups for one in group["params"]]
     split = [own for own in optimized if own in names]
@@ -105,7 +148,8 @@ def check_built(found: object, plan: NtpPlan, *, is_start: bool) -> TrainState:
     if mixed is None and split and is_start:
         layouts = found.layouts
         mixed = first_mixed(
-            found.optimizer, {own: one.dim for own in split if (one := layouts.get(names[own]))}
+            found.optimizer,
+            {own: layouts.get(names[own], ParamLayout()).dim for own in split},
         )
     if mixed is not None:
         raise UnsupportedError(
@@ -127,11 +171,14 @@ class GenerationState:
         generation: Number of the generation.
         plan: Plan under which the state lies.
         built: Model and optimizer; None on a rank without units.
+        owners: Owners of the optimizer's state; None where each rank has that of its units, and on
+            a rank that never had any.
     """
 
     generation: int
     plan: NtpPlan
     built: TrainState | None
+    owners: Owners | None = None
 
 
 class BufferSnapshot:
@@ -177,12 +224,19 @@ class StateTransfer:
         device: Device of tensors between ranks.
         restore: Function that loads a checkpoint; None where there is none.
         membership: This process as a member of the job.
+        hosts: Host of each rank, and the number of owners of each unit; None where every rank has
+            the optimizer's state of its units.
     """
 
     def __init__(
-        self, device: torch.device, restore: Restore | None, membership: Membership
+        self,
+        device: torch.device,
+        restore: Restore | None,
+        membership: Membership,
+        hosts: Hosts | None = None,
     ) -> None:
         self._device, self._restore, self._membership = device, restore, membership
+        self._hosts = hosts
 
     def publish(self, point: ResumePoint, held: GenerationState | None) -> None:
         """Write what newcomers need; for each stage one rank does, that has its state. Local.
@@ -203,12 +257,16 @@ class StateTransfer:
         # A rank that did not hear that all were ready has not run what the program does after that,
         # such as setting a learning rate; it speaks only where no other one can.
         ranks = _with_units(point, held.plan)
-        for rank in sorted(ranks, key=lambda one: (one in point.behind, one)):
+        whole = point.whole()
+        for rank in sorted(ranks, key=lambda one: (one not in whole, one in point.behind, one)):
             speakers.setdefault(held.plan.place(rank).stage, rank)
         for stage, rank in speakers.items():
             if rank == member.rank and held.built is not None:
                 told = scalars_of(held.built)
                 member.records.publish(f"scalars/{member.number}/{stage}", told)
+                if held.owners is not None:
+                    name = f"plan/{member.number}/owners/{stage}"
+                    member.records.publish(name, held.owners.to_json())
 
     def move(
         self,
@@ -217,7 +275,7 @@ class StateTransfer:
         made: NtpPlan,
         built: TrainState | None,
         group: Group,
-    ) -> Moved:
+    ) -> tuple[TrainState | None, Owners | None, Moved]:
         """Fill a new model and optimizer from what ranks hold. Collective over `group`.
 
         Who sends which units is decided by `pcomm.ntp.redistribute.moves`.
@@ -229,7 +287,11 @@ class StateTransfer:
             built: Model and optimizer that are filled; None on a rank without units.
             group: All ranks of the generation.
 
+        Returns:
+            Model and optimizer with the state, owners under the new plan, and bytes that moved.
+
         Raises:
+            ConfigError: The optimizer that was built has other parameters than the one before.
             StateLostError: On every rank, before anything was sent: no rank holds some units.
         """
         member = self._membership
@@ -246,16 +308,26 @@ class StateTransfer:
         if held is not None and held.built is not None:
             # A rank that has no units any more still has what others get.
             layouts = held.built.layouts
-            source = state_tensors(held.built.model, held.built.optimizer)
+            source = held.built.tensors
+        owned = self._owned_state(point, held, old, made)
+        if built is not None and owned is not None:
+            if unit_sizes(made, built.model, built.optimizer, built.layouts) != owned.old.sizes:
+                raise ConfigError(
+                    "Session: the optimizer that build returns",
+                    found="an optimizer of other parameters than before",
+                    why="Its state has owners by the names of the parameters, from the start on.",
+                    fix="Make it of the same parameters under every plan, all of which train.",
+                )
+            built = self._with_owners(made, built, owned.new)
         target = {}
         if built is not None:
             stage = made.place(member.rank).stage
             told = member.records.published(f"scalars/{member.number}/{stage}")
             if told is not None:
                 set_scalars(built, told)
-            target = state_tensors(built.model, built.optimizer)
+            target = built.tensors
             layouts = built.layouts
-        return redistribute(
+        moved = redistribute(
             old,
             made,
             group,
@@ -264,8 +336,62 @@ class StateTransfer:
             target=target,
             param_layouts=layouts,
             holders=_with_units(point, old),
+            owned=owned,
             device=self._device,
         )
+        return built, None if owned is None else owned.new, moved
+
+    def _owned_state(
+        self, point: ResumePoint, held: GenerationState | None, old: NtpPlan, made: NtpPlan
+    ) -> OwnedState | None:
+        """Owners before and after; the same on all ranks of a stage. Local."""
+        if self._hosts is None:
+            return None
+        member = self._membership
+        before = None if held is None else held.owners
+        if before is None:
+            stage = made.topology.coordinates(member.rank).get("pp", 0)
+            text = member.records.published(f"plan/{member.number}/owners/{stage}")
+            if text is None:
+                member.check_fence()
+            before = Owners.from_json(text or "{}")
+        alive = _with_units(point, old)
+        new = Owners.deal(made, member.rank, before.sizes, self._hosts, before=before, alive=alive)
+        if new.fewest < self._hosts.copies <= before.fewest and member.rank == min(member.ranks):
+            _log.warning(
+                "optimizer state has %d owners of a unit from now on, and not %d, since fewer "
+                "hosts are left: the death of %s goes back to the checkpoint",
+                new.fewest,
+                self._hosts.copies,
+                "one more host" if new.fewest == 1 else f"{new.fewest} more hosts",
+            )
+        return OwnedState(before, new, point.whole())
+
+    def first_owners(
+        self, made: NtpPlan, built: TrainState | None
+    ) -> tuple[TrainState | None, Owners | None]:
+        """Deal out the state of an optimizer that has all of it, or none yet. Local.
+
+        Args:
+            made: Plan of the generation.
+            built: Model and optimizer; None on a rank without units.
+        """
+        if self._hosts is None or built is None:
+            return built, None
+        sizes = unit_sizes(made, built.model, built.optimizer, built.layouts)
+        owners = Owners.deal(made, self._membership.rank, sizes, self._hosts)
+        return self._with_owners(made, built, owners), owners
+
+    def _with_owners(self, made: NtpPlan, built: TrainState, owners: Owners) -> TrainState:
+        owned = OwnedParams(
+            made,
+            self._membership.rank,
+            built.model,
+            built.optimizer,
+            built.layouts,
+            owners,
+        )
+        return replace(built, owned=owned)
 
     def restore(self, made: NtpPlan, built: TrainState | None, group: Group) -> int:
         """Load the checkpoint on all ranks, or begin at step 0. Collective over `group`.
@@ -340,7 +466,7 @@ def agreed_lines(built: TrainState) -> list[str]:
         UnsupportedError: As `scalars_of`.
     """
     told = json.loads(scalars_of(built))
-    names = {id(own): name for name, own in built.model.named_parameters()}
+    names = {id(own): name for name, own in built.optimized.items()}
     kind = type(built.optimizer)
     lines = [f"optimizer: {kind.__module__}.{kind.__qualname__}"]
     for number, group in enumerate(built.optimizer.param_groups):
@@ -356,7 +482,7 @@ def scalars_of(built: TrainState) -> str:
         ConfigError: The optimizer has state of a parameter that the model does not have.
         UnsupportedError: It has state that is neither of its parameter's shape nor one number.
     """
-    names: dict[Tensor, str] = {own: name for name, own in built.model.named_parameters()}
+    names: dict[Tensor, str] = {own: name for name, own in built.optimized.items()}
     groups = []
     for group in built.optimizer.param_groups:
         told = {k: _told(v) for k, v in group.items() if k != "params" and _is_plain(v)}
@@ -395,7 +521,7 @@ def set_scalars(built: TrainState, text: str) -> None:
             why="Settings such as learning rates go from group to group.",
             fix="Make the same groups under every plan, empty ones included.",
         )
-    parameters = dict(built.model.named_parameters())
+    parameters = built.optimized
     names = {parameter: name for name, parameter in parameters.items()}
     # Where torch's own load_state_dict keeps the count, too.
     on_device = {

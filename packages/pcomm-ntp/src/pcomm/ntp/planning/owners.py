@@ -1,0 +1,463 @@
+"""Which ranks own the optimizer's state of which units: a few of those that hold the weights.
+
+A range of units that several ranks hold is cut among them, so that each unit has as many owners as
+there are copies, on different hosts. An owner has the state of its units, and computes their step;
+the others that hold them get the weights. Who owned a unit and is still there goes on to own it, as
+far as no rank owns more than its share: what moves after a death is what the dead had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from pcomm.core.errors import ConfigError, TopologyError
+from pcomm.core.topology import Topology
+from pcomm.ntp.planning.plan import NtpPlan
+
+__all__ = ["Hosts", "Intervals", "OwnedRange", "Owners", "UnitSizes", "merged"]
+
+Intervals = tuple[tuple[int, int], ...]
+"""Ranges of units, ascending and apart: first unit, and the unit after the last one."""
+
+
+class UnitSizes(NamedTuple):
+    """What is dealt out of one parameter.
+
+    Attributes:
+        key: Name of its units in the plan; empty for a parameter that every rank holds whole, whose
+            units are the positions of its first dimension.
+        units: Number of units.
+        size: Elements of one unit.
+    """
+
+    key: str
+    units: int
+    size: int
+
+
+class OwnedRange(NamedTuple):
+    """Units `start` to `stop - 1` with the ranks that own them.
+
+    Attributes:
+        start: First unit.
+        stop: The unit after the last one.
+        owners: Global ranks, ascending, each on another host.
+    """
+
+    start: int
+    stop: int
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The host of each rank, and the number of owners.
+
+    Args:
+        copies: Number of owners of each unit.
+        names: Host of each rank, by its global rank.
+
+    Raises:
+        ConfigError: Fewer than one copy.
+    """
+
+    copies: int
+    names: Mapping[int, str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 1:
+            raise ConfigError(
+                f"Session: copies={self.copies!r}",
+                found="something other than a whole number of at least 1",
+                why="It is the number of ranks that have the optimizer's state of a unit.",
+                fix="Give 2 to survive the death of any one host, 1 to go back to a checkpoint, or "
+                "None for the state of a unit on each rank that holds it.",
+            )
+
+    @classmethod
+    def of(cls, topology: Topology, copies: int, names: Mapping[int, str] | None = None) -> Hosts:
+        """The hosts that are named, or each coordinate on `dp` as a host.
+
+        Raises:
+            ConfigError: Fewer than one copy.
+            TopologyError: A rank of the topology has no host.
+        """
+        whole = Topology(topology.axes, topology.order, offset=topology.offset)
+        if names is None:
+            names = {one: f"dp={whole.coordinates(one)['dp']}" for one in whole.ranks}
+        missing = [one for one in whole.ranks if one not in names]
+        if missing:
+            raise TopologyError(
+                "Session: hosts",
+                found=f"no host of rank {missing[0]}",
+                why="Copies lie on different hosts, so each rank has one.",
+                fix="Name the host of each rank, or none for each replica as a host.",
+            )
+        return cls(copies, dict(names))
+
+
+class Owners:
+    """Who owns the state of which units, of all parameters of a stage; equal on all of its ranks.
+
+    Args:
+        sizes: What is dealt out, by the name of the parameter.
+        ranges: Owned ranges of each parameter, ascending, which cover its units.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, UnitSizes], ranges: Mapping[str, tuple[OwnedRange, ...]]
+    ) -> None:
+        self.sizes, self.ranges = dict(sizes), dict(ranges)
+
+    @classmethod
+    def deal(
+        cls,
+        plan: NtpPlan,
+        rank: int,
+        sizes: Mapping[str, UnitSizes],
+        hosts: Hosts,
+        *,
+        before: Owners | None = None,
+        alive: Collection[int] = (),
+    ) -> Owners:
+        """Choose owners among the ranks that hold each unit. Local; no communication.
+
+        Args:
+            plan: Plan by which ranks hold units.
+            rank: Any rank of the stage.
+            sizes: What is dealt out.
+            hosts: Host of each rank, and the number of copies.
+            before: Owners before, who keep what they can; None where there are none.
+            alive: Ranks that still have what they owned.
+        """
+        loads: dict[int, int] = {}
+        stay = frozenset(alive)
+        found: dict[str, tuple[OwnedRange, ...]] = {}
+        # Most parameters have the units of others.
+        groups: dict[tuple[str, int], list[tuple[int, int, tuple[int, ...]]]] = {}
+        # Small parameters last: they level what is left over of large ones.
+        for name in sorted(sizes, key=lambda one: (-sizes[one].units * sizes[one].size, one)):
+            own, runs = sizes[name], list[OwnedRange]()
+            if own[:2] not in groups:
+                groups[own[:2]] = list(holding_groups(plan, rank, own))
+            for start, stop, ranks in groups[own[:2]]:
+                old = () if before is None else before.ranges.get(name, ())
+                kept = _kept(old, start, stop, stay.intersection(ranks))
+                runs += _dealt(kept, ranks, hosts, loads)
+            for one in runs:
+                for owner in one.owners:
+                    loads[owner] = loads.get(owner, 0) + (one.stop - one.start) * own.size
+            found[name] = _joined(runs)
+        return cls(sizes, {name: found[name] for name in sizes})
+
+    def held(self, name: str, rank: int) -> Intervals:
+        """The units of a parameter whose state a rank has."""
+        return self._held.get((name, rank), ())
+
+    @cached_property
+    def _held(self) -> dict[tuple[str, int], Intervals]:
+        found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for name, ranges in self.ranges.items():
+            for one in ranges:
+                for rank in one.owners:
+                    found.setdefault((name, rank), []).append((one.start, one.stop))
+        return {key: merged(own) for key, own in found.items()}
+
+    @cached_property
+    def senders(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """The one owner that sends each range after a step: first unit, end, rank; by parameter.
+
+        The owners of a range send equal parts of it.
+        """
+        sent: dict[int, int] = {}
+        found = {}
+        for name, ranges in self.ranges.items():
+            own: list[tuple[int, int, int]] = []
+            for one in ranges:
+                start, owners = one.start, sorted(one.owners, key=lambda r: (sent.get(r, 0), r))
+                for left, rank in zip(range(len(owners), 0, -1), owners, strict=True):
+                    stop = start + -(-(one.stop - start) // left)
+                    if stop > start:
+                        own.append((start, stop, rank))
+                        load = (stop - start) * self.sizes[name].size
+                        sent[rank] = sent.get(rank, 0) + load
+                    start = stop
+            found[name] = tuple(own)
+        return found
+
+    @property
+    def fewest(self) -> int:
+        """Owners of the unit that has fewest; 0 where nothing is owned."""
+        return min((len(one.owners) for own in self.ranges.values() for one in own), default=0)
+
+    def elements(self, rank: int) -> int:
+        """Number of elements that a rank owns."""
+        return sum(
+            (stop - start) * one.size
+            for name, one in self.sizes.items()
+            for start, stop in self.held(name, rank)
+        )
+
+    def digest(self) -> str:
+        """Text that is equal for equal owners."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads."""
+        return json.dumps({name: [own, self.ranges[name]] for name, own in self.sizes.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Owners:
+        """Owners of the text of `to_json`."""
+        found = json.loads(text)
+        return cls(
+            {name: UnitSizes(*own) for name, (own, _) in found.items()},
+            {
+                name: tuple(OwnedRange(a, b, tuple(owners)) for a, b, owners in ranges)
+                for name, (_, ranges) in found.items()
+            },
+        )
+
+
+def holding_groups(
+    plan: NtpPlan, rank: int, own: UnitSizes
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """First unit, end, and the ranks of the stage that hold them; ascending.
+
+    Args:
+        plan: Plan that is in force.
+        rank: Any rank of the stage.
+        own: Units of the parameter.
+    """
+    if own.key:
+        for one in plan.groups(own.key, rank):
+            yield one.start, one.stop, one.ranks
+    else:
+        yield 0, own.units, plan.stage_ranks(rank)
+
+
+def merged(intervals: Sequence[tuple[int, int]]) -> Intervals:
+    """Ascending ranges with neighbours that touch joined into one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _kept(
+    old: Sequence[OwnedRange], start: int, stop: int, stays: Collection[int]
+) -> list[OwnedRange]:
+    """A range, cut as it was owned, with the owners that stay."""
+    inside = [
+        OwnedRange(max(one.start, start), min(one.stop, stop), one.owners)
+        for one in old
+        if one.start < stop and start < one.stop
+    ]
+    if not inside:
+        return [OwnedRange(start, stop, ())] if start < stop else []
+    return [one._replace(owners=tuple(r for r in one.owners if r in stays)) for one in inside]
+
+
+def _joined(runs: Sequence[OwnedRange]) -> tuple[OwnedRange, ...]:
+    found: list[OwnedRange] = []
+    for one in sorted(runs):
+        if found and found[-1].owners == one.owners and found[-1].stop == one.start:
+            found[-1] = found[-1]._replace(stop=one.stop)
+        else:
+            found.append(one)
+    return tuple(found)
+
+
+def _dealt(
+    runs: list[OwnedRange], ranks: Sequence[int], hosts: Hosts, loads: Mapping[int, int]
+) -> list[OwnedRange]:
+    """Owners of a range that all of `ranks` hold, of which `runs` tells who stays."""
+    length = sum(one.stop - one.start for one in runs)
+    on_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        on_host.setdefault(hosts.names[rank], []).append(rank)
+    copies = min(hosts.copies, len(on_host))
+    had = dict.fromkeys(ranks, 0)
+    for one in runs:
+        for rank in one.owners:
+            had[rank] += one.stop - one.start
+    order = sorted(ranks, key=lambda rank: (-had[rank], loads.get(rank, 0), rank))
+    left = _shares(copies * length, list(on_host.values()), length, order)
+    runs = _trimmed(runs, {one: had[one] - left[one] for one in ranks if had[one] > left[one]})
+    for rank in ranks:
+        left[rank] -= min(had[rank], left[rank])
+    found: list[OwnedRange] = []
+    # Hosts that get more. Where their shares do not do, the others get more than theirs.
+    wanting = list(on_host)
+    for one in sorted(runs, key=lambda own: (len(own.owners), own)):
+        need = copies - len(one.owners)
+        if need <= 0:
+            found.append(one)
+            continue
+        taken = {hosts.names[rank] for rank in one.owners}
+        length = one.stop - one.start
+        shares = {host: sum(left[rank] for rank in on_host[host]) for host in wanting}
+        wanting = [host for host, share in shares.items() if share > 0]
+        free = [host for host in wanting if host not in taken]
+        if sum(min(length, shares[host]) for host in free) < need * length:
+            free = [host for host in on_host if host not in taken]
+        turn = length // (len(on_host) - len(taken))
+        found += _filled(one, need, [on_host[host] for host in free], left, turn)
+    for rank in ranks:
+        # One unit more than others is rounding, for which nothing moves.
+        if left[rank] < -1:
+            found = _relieved(found, rank, hosts, left)
+    return found
+
+
+def _shares(
+    total: int, on_host: Sequence[Sequence[int]], most: int, order: Sequence[int]
+) -> dict[int, int]:
+    """Equal parts of `total` for ranks, of which those of a host have `most` together at most.
+
+    What cannot be shared equally goes to the ranks that come first in `order`.
+    """
+    low, high = 0, most
+    sizes = Counter(map(len, on_host))
+
+    def dealt(level: int) -> int:
+        return sum(number * min(most, size * level) for size, number in sizes.items())
+
+    while low < high:
+        level = (low + high + 1) // 2
+        low, high = (level, high) if dealt(level) <= total else (low, level - 1)
+    found: dict[int, int] = {}
+    spare: dict[int, list[int]] = {}
+    for own in on_host:
+        amount = min(most, len(own) * low)
+        found.update(dict.fromkeys(own, amount // len(own)))
+        # What a host may have beyond that: the rest of its part, and what is left of all.
+        rest = [amount - amount // len(own) * len(own), most - amount]
+        spare.update(dict.fromkeys(own, rest))
+    left = total - dealt(low)
+    for rank in order:
+        rest = spare[rank]
+        if rest[0]:
+            rest[0] -= 1
+            found[rank] += 1
+        elif rest[1] and left:
+            rest[1] -= 1
+            left -= 1
+            found[rank] += 1
+    return found
+
+
+def _relieved(
+    runs: list[OwnedRange], rank: int, hosts: Hosts, left: dict[int, int]
+) -> list[OwnedRange]:
+    """Give units of a rank that owns more than its share to others that own less."""
+    found: list[OwnedRange] = []
+    for one in runs:
+        if rank not in one.owners:
+            found.append(one)
+            continue
+        others = tuple(own for own in one.owners if own != rank)
+        taken = {hosts.names[own] for own in others}
+        able = [own for own in left if left[own] > 0 and hosts.names[own] not in taken]
+        start = one.start
+        for other in able:
+            count = min(-left[rank], left[other], one.stop - start)
+            if count > 0:
+                owners = tuple(sorted((*others, other)))
+                found.append(OwnedRange(start, start + count, owners))
+                left[rank] += count
+                left[other] -= count
+                start += count
+        if start < one.stop:
+            found.append(one._replace(start=start))
+    return found
+
+
+def _trimmed(runs: Sequence[OwnedRange], excess: Mapping[int, int]) -> list[OwnedRange]:
+    """Take so many units from each rank of `excess`, first where most others own them, too."""
+    # By their first units, and these by rank: there may be as many ranges as ranks.
+    found = {one.start: one for one in runs}
+    starts: dict[int, set[int]] = {}
+    for one in runs:
+        for rank in one.owners:
+            starts.setdefault(rank, set()).add(one.start)
+    for rank, count in excess.items():
+        own = [found[start] for start in starts[rank]]
+        for one in sorted(own, key=lambda run: (-len(run.owners), -run.start)):
+            if count <= 0:
+                break
+            cut = max(one.start, one.stop - count)
+            others = tuple(other for other in one.owners if other != rank)
+            if one.start < cut:
+                found[one.start] = one._replace(stop=cut)
+            else:
+                starts[rank].discard(cut)
+            found[cut] = OwnedRange(cut, one.stop, others)
+            for other in others:
+                starts[other].add(cut)
+            count -= one.stop - cut
+    return list(found.values())
+
+
+def _filled(
+    run: OwnedRange, copies: int, free: Sequence[Sequence[int]], left: dict[int, int], turn: int
+) -> Iterator[OwnedRange]:
+    """Give a range so many further owners, those with most left of their shares.
+
+    Each host gets one stretch, and these follow each other round and round; as none is longer than
+    the range, no host has a unit twice. Each round begins `turn` units later, so that a host has
+    another one beside it in each part of its stretch, and many take over what it had.
+    """
+    length = run.stop - run.start
+    by_host = _most_first(copies * length, [sum(left[r] for r in own) for own in free], length)
+    turn = turn if max(by_host) + turn <= length else 0
+    at, begins, ends = 0, dict[int, list[int]](), dict[int, list[int]]()
+    for own, amount in zip(free, by_host, strict=True):
+        for rank, count in zip(
+            own, _most_first(amount, [left[r] for r in own], amount), strict=True
+        ):
+            left[rank] -= count
+            while count:
+                place = (at + at // length * turn) % length
+                step = min(count, length - place, length - at % length)
+                begins.setdefault(place, []).append(rank)
+                ends.setdefault(place + step, []).append(rank)
+                at, count = at + step, count - step
+    more: set[int] = set()
+    for start, stop in pairwise(sorted({0, length, *begins, *ends})):
+        more = more.difference(ends.get(start, ())).union(begins.get(start, ()))
+        owners = tuple(sorted({*run.owners, *more}))
+        yield OwnedRange(run.start + start, run.start + stop, owners)
+
+
+def _most_first(total: int, values: Sequence[int], most: int) -> list[int]:
+    """Amounts that are `total` together, taken from the largest values down to one level."""
+    if not total or len(values) == 1:
+        return [total] * len(values)
+
+    def taken(level: int) -> list[int]:
+        return [min(most, max(0, value - level)) for value in values]
+
+    if sum(found := taken(0)) == total:
+        return found
+    low, high = min(values) - most, max(values)
+    while low < high:
+        level = (low + high + 1) // 2
+        low, high = (level, high) if sum(taken(level)) >= total else (low, level - 1)
+    found, lower = taken(low), taken(low + 1)
+    excess = sum(found) - total
+    for i in range(len(found)):
+        if excess and lower[i] < found[i]:
+            found[i] -= 1
+            excess -= 1
+    return found
