@@ -32,7 +32,8 @@ from pcomm.gdn_cp.ops import chunk_gated_delta_rule, chunk_mamba2_ssd, normalise
 # The runner of benchmarks is in no wheel.
 sys.path.append(str(Path(__file__).parents[2] / "pcomm-core" / "benchmarks"))
 
-from core_bench.runner import Row, beside_first, run_benchmark, time_cases
+from core_bench.rows import Row
+from core_bench.runner import beside_first, run_benchmark, time_cases
 
 NAME = "cores"
 TOKENS, DIM, CHUNKS = 2048, 64, (16, 32, 64, 128)

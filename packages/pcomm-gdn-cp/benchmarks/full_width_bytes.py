@@ -14,7 +14,8 @@ from pathlib import Path
 # The runner of benchmarks is in no wheel.
 sys.path.append(str(Path(__file__).parents[2] / "pcomm-core" / "benchmarks"))
 
-from core_bench.runner import Row, row, run_benchmark
+from core_bench.rows import Row, row
+from core_bench.runner import run_benchmark
 from gdn_cp_bench.sent_bytes import COUNTED, QWEN3_NEXT, sent_bytes
 from gdn_cp_bench.settings import Settings
 

@@ -12,11 +12,11 @@ from pcomm.core.cli import main
 
 
 def with_picture(words: list[str]) -> list[str]:
-    """The picture lies beside the file of the rows, under the same name."""
+    """The picture lies beside the file of the rows."""
     if "--csv" not in words[:-1]:
         return words
     rows = Path(words[words.index("--csv") + 1])
-    return [*words, "--plot", str(rows.with_suffix(".png"))]
+    return [*words, "--plot", str(rows.parent)]
 
 
 if __name__ == "__main__":

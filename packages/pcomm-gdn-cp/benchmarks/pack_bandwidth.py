@@ -25,7 +25,8 @@ from pcomm.gdn_cp.token_layout import TokenLayout
 # The runner of benchmarks is in no wheel.
 sys.path.append(str(Path(__file__).parents[2] / "pcomm-core" / "benchmarks"))
 
-from core_bench.runner import Row, run_benchmark, time_cases
+from core_bench.rows import Row
+from core_bench.runner import run_benchmark, time_cases
 
 NAME, RANKS, SEQUENCES = "pack_bandwidth", 8, 64
 SHARDS = [

@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 
 from core_bench.runner import Benchmark, Results
+from gdn_cp_bench.pictures import PICTURES
 from gdn_cp_bench.settings import Settings
 from pcomm.core.errors import ConfigError
 
@@ -43,9 +44,9 @@ def _measure(settings: Settings) -> Results | None:
 _DEFAULT = Settings()
 command = Benchmark(
     "gdn-cp",
-    "time the exchange of one Gated DeltaNet layer: four strategies and what they replace",
+    "time the exchange of a Gated DeltaNet layer by strategy",
     _DEFAULT,
     _measure,
     quick=replace(_DEFAULT, sequences=(1, 8), tokens=1024, rounds=3, seconds=1.0),
-    picture="the times",
+    pictures=PICTURES,
 )

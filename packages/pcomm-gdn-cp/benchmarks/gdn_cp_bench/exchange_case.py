@@ -17,13 +17,17 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from gdn_cp_bench.settings import SPEC
+from gdn_cp_bench.settings import KEY_HEADS
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.gdn_cp.specs import GdnSpec
 
 Tensors = tuple[Tensor, ...]
 # From the sections of this rank's tokens and the output of its core.
 Move = Callable[[Tensor, Tensor], tuple[Tensors, Tensor]]
 
+# An eighth of the widths of a Gated DeltaNet layer of Qwen3-Next (16 and 32 heads of 128, hidden
+# states of 2048), so that the ratios of what is sent are nearly its own.
+SPEC = GdnSpec(num_key_heads=KEY_HEADS, num_value_heads=8, key_dim=64, value_dim=64)
 # Sections in the order of the projection: queries, keys, values, the gate z, b, a.
 WIDTHS = (
     *(section.width for section in SPEC.sections[:3]),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gdn_cp_bench.exchange_case import (
+    SPEC,
     WIDTHS,
     CaseTensors,
     Cut,
@@ -29,7 +30,7 @@ from gdn_cp_bench.exchange_case import (
     slices,
     split,
 )
-from gdn_cp_bench.settings import HIDDEN_DIM, SPEC, PackCase
+from gdn_cp_bench.settings import HIDDEN_DIM, PackCase
 from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.gdn_cp.plan import Plan, make_plan

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from core_bench.runner import Timing, seconds_together, take_turns, time_cases
-from gdn_cp_bench.exchange_case import CaseTensors, ExchangeCase
+from gdn_cp_bench.exchange_case import SPEC, CaseTensors, ExchangeCase
 from gdn_cp_bench.forms import FORMS, build_form, obstacle, plan_of
-from gdn_cp_bench.settings import HIDDEN_DIM, SPEC, PackCase, Settings, random_lengths
+from gdn_cp_bench.settings import HIDDEN_DIM, PackCase, Settings, random_lengths
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.groups.open_groups import open_groups

@@ -1,15 +1,16 @@
-"""What was measured, as rows of a CSV, as tables to read and as a picture."""
+"""What was measured, as rows of a CSV, and as tables to read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from pathlib import Path
 
-from core_bench.runner import Results, Row, Timing, draw_lines, picture, row, tables
+from core_bench.rows import Row, row
+from core_bench.runner import Results, Timing
+from core_bench.tables import tables, told
+from gdn_cp_bench.exchange_case import SPEC
 from gdn_cp_bench.forms import FORMS
 from gdn_cp_bench.measure import OfPack, OfSize, PlanTime
-from gdn_cp_bench.settings import HIDDEN_DIM, SPEC, Settings
+from gdn_cp_bench.settings import HIDDEN_DIM, Settings
 
 NAME = "gdn-cp"
 # What the time of each form is divided by: the loops by ours, ours by the best that was known.
@@ -18,7 +19,7 @@ _COMPARED = {"loop": "heads", "split loop": "heads"} | dict.fromkeys(FORMS[3:], 
 
 def results_of(settings: Settings, sizes: Sequence[OfSize], plans: Sequence[PlanTime]) -> Results:
     text = tables_of(settings, sizes, plans)
-    return Results(rows_of(sizes, plans), text, partial(plot_times, sizes))
+    return Results(rows_of(sizes, plans), text)
 
 
 def rows_of(sizes: Sequence[OfSize], plans: Sequence[PlanTime]) -> list[Row]:
@@ -40,16 +41,15 @@ def rows_of(sizes: Sequence[OfSize], plans: Sequence[PlanTime]) -> list[Row]:
 def tables_of(settings: Settings, sizes: Sequence[OfSize], plans: Sequence[PlanTime]) -> str:
     """The same for a reader, with the strategy that `auto` takes beside the fastest."""
     widths = f"{SPEC.num_key_heads} and {SPEC.num_value_heads} heads of {SPEC.key_dim}"
-    lines = [
+    text = (
         f"One layer's exchange, {settings.tokens} tokens, fp32, {widths}, hidden states of "
-        f"{HIDDEN_DIM}: an eighth of Qwen3-Next.",
-        "Baselines: `loop` has 7 all-to-alls for each sequence, `split loop` is the same with a "
-        "better backward,",
-        "`fused` is the form of Megatron-LM's pull request 4913. `docs` moves hidden states; "
-        "`state` gathers halos and",
-        "maps and composes these, and does not compute them; nothing computes a mixer.",
-    ]
-    lines += tables(rows_of(sizes, plans), turned=True)
+        f"{HIDDEN_DIM}: an eighth of Qwen3-Next. Baselines: `loop` has 7 all-to-alls for each "
+        "sequence, `split loop` is the same with a better backward, `fused` is the form of "
+        "Megatron-LM's pull request 4913. `docs` moves hidden states; `state` gathers halos and "
+        "maps and composes these, and does not compute them; nothing computes a mixer."
+    )
+    lines = [told(text)]
+    lines += tables(rows_of(sizes, plans))
     for of_size in sizes:
         lines += ["", *_size_lines(of_size)]
     return "\n".join(lines)
@@ -95,33 +95,3 @@ def _size_lines(found: OfSize) -> Iterable[str]:
         yield f"  {pack.pack.label}: auto takes {pack.auto}, the fastest is {fastest}"
         for name, why in pack.left_out.items():
             yield f"    {name} is left out, {why}"
-
-
-# Baselines are grey and broken, so that the strategies stand out.
-_STYLES = {
-    "loop": ("0.2", "--"),
-    "split loop": ("0.5", ":"),
-    "fused": ("0.2", "-"),
-    "heads": ("tab:blue", "-"),
-    "docs": ("tab:green", "-"),
-    "state": ("tab:orange", "-"),
-    "gather": ("tab:red", "-"),
-}
-
-
-def plot_times(sizes: Sequence[OfSize], image: Path) -> None:
-    """Milliseconds over the number of sequences, of random lengths, both on log scales."""
-    styles = {name: {"color": c, "linestyle": line} for name, (c, line) in _STYLES.items()}
-    with picture(image, columns=len(sizes), sharey=True) as (panels,):
-        for panel, of_size in zip(panels, sizes, strict=True):
-            lines = {
-                name: [
-                    (found.pack.num_sequences, found.timings[name].median_us / 1e3)
-                    for found in of_size.packs
-                    if found.pack.is_random and name in found.timings
-                ]
-                for name in FORMS
-            }
-            y = "ms, forward and backward, one layer's exchange"
-            draw_lines(panel, lines, x="sequences in the pack", y=y, styles=styles)
-            panel.set_title(f"{of_size.size} ranks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from gdn_cp_bench.slow_decay import delta_inputs, gradients, relative_error, ssd
 from gdn_cp_support.naive_recurrences import naive_recurrent_gated_delta_rule
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.assertions import assert_equal
-from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.chunks import default_chunk
+from pcomm.gdn_cp.ops.gated_delta_rule import DeltaChunks, chunk_gated_delta_rule
 from pcomm.gdn_cp.ops.mamba2_ssd import chunk_mamba2_ssd
 from pcomm.gdn_cp.ops.norms import normalise_queries_keys
 
@@ -32,6 +34,24 @@ def test_gates_at_their_limits_stay_finite_forward_and_backward() -> None:
     assert relative_error(ours, theirs) < bound
     wanted = (*leaves, state)
     assert relative_error(gradients(ours, wanted), gradients(theirs, wanted)) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_decays_of_any_strength_leave_no_denormal_numbers(dtype: torch.dtype) -> None:
+    kind = torch.finfo(dtype)
+    # From one that lasts for a chunk to one that makes the token before a denormal number.
+    strongest = math.log(kind.smallest_normal) + math.log(kind.eps) / 2
+    assert 0 < math.exp(strongest) < kind.smallest_normal
+    q, k, v, _, beta, _ = (x.detach() for x in delta_inputs((64,), dtype=dtype, heads=4))
+    g = torch.tensor([strongest / n for n in (32, 8, 3, 1)], dtype=dtype).expand(64, 4)
+    chunks = DeltaChunks.of(k, v, g, beta, cu_seqlens=(0, 64), chunk=32)
+    for x in (chunks.pairwise_MGRCC, chunks.inverse_MGRCC):
+        assert not ((x != 0) & (x.abs() < kind.smallest_normal)).any()
+    ours = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=(0, 64), chunk=32)
+    exact = (x.double() for x in (q, k, v, g, beta))
+    theirs = naive_recurrent_gated_delta_rule(*exact, cu_seqlens=(0, 64))
+    # A decay is the exponential of a difference of sums over the chunk.
+    assert relative_error(ours, theirs) < 32 * -strongest * kind.eps / 2
 
 
 def test_recomputing_it_in_backward_changes_nothing() -> None:
@@ -71,7 +91,8 @@ def test_the_front_normalises_and_scales() -> None:
 
 
 def test_the_default_chunk_follows_the_key_dimension() -> None:
-    for key_dim, chunk in ((6, 32), (128, 64)):
+    assert default_chunk(6, is_corrected=False) == 64
+    for key_dim, chunk in ((6, 32), (127, 32), (128, 64)):
         *tokens, _ = delta_inputs((100,), key_dim=key_dim, dtype=torch.float32)
         by_default, given = (
             chunk_gated_delta_rule(*tokens, cu_seqlens=(0, 100), chunk=size)[0]

@@ -39,7 +39,7 @@ from pcomm.gdn_cp.ops.causal_conv1d import boundary_indices
 from pcomm.gdn_cp.ops.chunks import ChunkLayout, default_chunk
 from pcomm.gdn_cp.ops.entry import graph_break
 from pcomm.gdn_cp.pack_offsets import PackOffsets
-from pcomm.gdn_cp.specs import Spec, Summary
+from pcomm.gdn_cp.specs import MatrixTransition, Spec, Summary
 from pcomm.gdn_cp.strategies.choice import (
     Link,
     Sizes,
@@ -441,8 +441,9 @@ class Plan:
             if spec.convolution is not None:
                 offsets.derived(boundary_indices, spec.convolution.width, device)
             if spec.state is not None:
-                num_tokens = default_chunk(spec.state.key_dim) if chunk is None else chunk
-                ChunkLayout.of(offsets, num_tokens).indices(device)
+                state, is_delta = spec.state, isinstance(spec.state.transition, MatrixTransition)
+                default = default_chunk(state.key_dim, is_corrected=is_delta)
+                ChunkLayout.of(offsets, default if chunk is None else chunk).indices(device)
                 offsets.derived(filled_sequences, device)
         for make in (self._local.core_tokens, self._local.core_positions):
             self._local.on(device, make)

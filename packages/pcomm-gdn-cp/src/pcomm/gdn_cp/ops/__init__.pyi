@@ -2,6 +2,7 @@ from pcomm.gdn_cp.ops.backend import Kernels as Kernels
 from pcomm.gdn_cp.ops.backend import choose_kernels as choose_kernels
 from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution as causal_convolution
 from pcomm.gdn_cp.ops.causal_conv1d import convolution_step as convolution_step
+from pcomm.gdn_cp.ops.entry import graph_break as graph_break
 from pcomm.gdn_cp.ops.gated_delta_rule import DeltaChunks as DeltaChunks
 from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
 from pcomm.gdn_cp.ops.gated_delta_rule import delta_gates as delta_gates

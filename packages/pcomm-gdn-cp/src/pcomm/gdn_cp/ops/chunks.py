@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from pcomm.core.collectives.autograd import with_adjoint
 from pcomm.core.errors import ConfigError
@@ -29,6 +30,7 @@ from pcomm.gdn_cp.pack_offsets import KeepsDerived, PackOffsets
 
 __all__ = [
     "ChunkLayout",
+    "decay_from_start",
     "decay_to_end",
     "default_chunk",
     "from_chunks",
@@ -42,13 +44,17 @@ __all__ = [
 ]
 
 
-def default_chunk(key_dim: int) -> int:
-    """Tokens of a chunk for heads of this key or state dimension: 32, or 64 from 128 on.
+def default_chunk(key_dim: int, *, is_corrected: bool) -> int:
+    """Tokens of a chunk for this key or state dimension: 64, or 32 for a narrow delta rule.
 
     Longer chunks mean fewer states, of `key_dim` rows each, and more products between tokens,
     which short sequences waste on padding. Measured on CPU: `benchmarks/cores.py`.
+
+    Args:
+        key_dim: Rows of a state.
+        is_corrected: True for the delta rule, which also inverts a matrix of each chunk.
     """
-    return 64 if key_dim >= 128 else 32
+    return 32 if is_corrected and key_dim < 128 else 64
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,8 @@ def _gather_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
     rows_MHC = indices.tokens_MC[:, None] * num_heads + heads_H1
     chunks = x_THD.reshape(-1, *rest).index_select(0, rows_MHC.flatten())
     chunks = chunks.view(*rows_MHC.shape, *rest)
+    if layout.num_chunks * layout.chunk == layout.num_tokens:
+        return chunks
     return chunks.masked_fill_(indices.padding_MC.view(-1, 1, layout.chunk, *[1] * len(rest)), 0)
 
 
@@ -312,10 +320,25 @@ def log_decay_since_start(g_MHC: Tensor, num_key_heads: int) -> Tensor:
     return decay_MHC.view(num_chunks, num_key_heads, num_heads // num_key_heads, chunk)
 
 
+def decay_from_start(decay_MGRC: Tensor) -> Tensor:
+    """`[M, G, R, C]`: the decay from the start of the chunk to each token, it included."""
+    return _decays(decay_MGRC.detach().clone())
+
+
 def decay_to_end(decay_MGRC: Tensor) -> tuple[Tensor, Tensor]:
     """`[M, G, R, C]` from each token to the end of its chunk, `[M, G, 1, R, 1]` of whole chunks."""
-    to_end = (decay_MGRC[..., -1:] - decay_MGRC).exp()
-    return to_end, decay_MGRC[:, :, None, :, -1:].exp()
+    to_end = _decays(decay_MGRC[..., -1:] - decay_MGRC)
+    return to_end, _decays(decay_MGRC[:, :, None, :, -1:].clone())
+
+
+def _decays(log: Tensor) -> Tensor:
+    """`exp(log)` in the place of `log`, and 0 below the square of a rounding, 1e-14 in fp32.
+
+    What is left of a token then changes no digit of what newer ones write. Smaller decays, and
+    products of them, would be denormal numbers, with which processors are a hundred times slower.
+    """
+    least = 2 * math.log(torch.finfo(log.dtype).eps)
+    return F.threshold(log, least, -math.inf, inplace=True).exp_()
 
 
 def pairwise_decay(decay_MGRC: Tensor) -> Tensor:
@@ -326,7 +349,7 @@ def pairwise_decay(decay_MGRC: Tensor) -> Tensor:
     decay, chunk = decay_MGRC.detach(), decay_MGRC.shape[-1]
     later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).triu(1)
     log_MGRCC = decay[..., :, None] - decay[..., None, :]
-    return log_MGRCC.masked_fill_(later_CC, -torch.inf).exp_()
+    return _decays(log_MGRCC.masked_fill_(later_CC, -torch.inf))
 
 
 def read_chunks(
@@ -364,7 +387,7 @@ class _ReadChunks(torch.autograd.Function):
             scores = (q @ k.mT).unsqueeze(2) * pairs
             read = scores @ values
             wide = (q @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
-            read.addcmul_(wide.transpose(2, 3), decay.exp().unsqueeze(-1))
+            read.addcmul_(wide.transpose(2, 3), decay_from_start(decay).unsqueeze(-1))
         ctx.save_for_backward(q, k, values, states, decay, pairs, read)
         return read
 
@@ -380,7 +403,7 @@ class _ReadChunks(torch.autograd.Function):
             # is a difference of two inner products (as in arXiv 2312.06635).
             grad_decay = (grad * read).sum(-1) - (grad_values * values).sum(-1)
             grad_pairs = (grad @ values.mT).mul_(pairs).sum(2)
-            decayed = side_by_side(grad, decay.exp())
+            decayed = side_by_side(grad, decay_from_start(decay))
             grad_q = grad_pairs @ k
             grad_q += decayed @ states.flatten(-2).mT
             grad_k = grad_pairs.mT @ q

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from pcomm.gdn_cp.ops.chunks import (
     ChunkLayout,
+    decay_from_start,
     decay_to_end,
     default_chunk,
     from_chunks,
@@ -194,7 +195,7 @@ class DeltaChunks:
             LayoutError: The offsets fall, or do not end at `T`.
             ConfigError: Shapes that do not fit, or a chunk without tokens.
         """
-        chunk = default_chunk(k_TGK.shape[-1]) if chunk is None else chunk
+        chunk = default_chunk(k_TGK.shape[-1], is_corrected=True) if chunk is None else chunk
         layout = ChunkLayout.of(cu_seqlens, chunk)
         check_delta_inputs("DeltaChunks", layout.cu_seqlens, k_TGK, v_THV, g_TH, beta_TH)
         dtype, num_groups = compute_dtype(v_THV), k_TGK.shape[1]
@@ -354,7 +355,8 @@ def chunk_inverse(k_MGCK: Tensor, beta_MGRC: Tensor, pairwise_MGRCC: Tensor) -> 
         inverse: Tensor = torch.linalg.solve_triangular(
             system, one, upper=False, unitriangular=True
         )
-    return inverse
+    # Powers of small decays, which count as little as the decays that are dropped.
+    return F.hardshrink(inverse, torch.finfo(inverse.dtype).eps ** 2)
 
 
 class _DeltaScan(torch.autograd.Function):
@@ -373,21 +375,21 @@ class _DeltaScan(torch.autograd.Function):
         num_chunks, num_groups, num_repeats, _, width = v.shape
         values, unknown = torch.empty_like(v), torch.empty_like(v)
         states = v.new_empty(num_chunks, num_groups, k.shape[-1], num_repeats, width)
-        from_start, (to_end, whole) = decay.exp(), decay_to_end(decay)
-        state, finals, start = initial, [], 0
+        from_start, (to_end, whole) = decay_from_start(decay), decay_to_end(decay)
+        state, finals = initial, list[Tensor]()
+        given = (k, v, beta, inverse, from_start, to_end, whole, values, unknown, states)
         with full_precision(v):
-            for size in step_sizes:
-                now = slice(start, start + size)
-                finals.append(state[size:])
-                states[now] = state[:size]
-                known = (k[now] @ states[now].flatten(-2)).unflatten(-1, (num_repeats, width))
-                factor = from_start[now].unsqueeze(-1)
-                torch.addcmul(v[now], known.transpose(2, 3), factor, value=-1, out=unknown[now])
-                right = unknown[now] * beta[now].unsqueeze(-1)
-                torch.matmul(inverse[now], right, out=values[now])
-                state = states[now] * whole[now]
-                state += (k[now].mT @ side_by_side(values[now], to_end[now])).view_as(state)
-                start += size
+            for now in zip(*(x.split(step_sizes) for x in given), strict=True):
+                keys, new, correction, solver, started, ending, rest, written, error, entered = now
+                finals.append(state[len(keys) :])
+                entered.copy_(state[: len(keys)])
+                known = (keys @ entered.flatten(-2)).unflatten(-1, (num_repeats, width))
+                torch.addcmul(
+                    new, known.transpose(2, 3), started.unsqueeze(-1), value=-1, out=error
+                )
+                torch.matmul(solver, error * correction.unsqueeze(-1), out=written)
+                state = entered * rest
+                state += (keys.mT @ side_by_side(written, ending)).view_as(state)
         final = torch.cat([state, *reversed(finals)])
         ctx.save_for_backward(k, v, beta, decay, pairs, inverse, values, unknown, states)
         ctx.step_sizes = step_sizes
@@ -436,23 +438,24 @@ def _scan_back(
     """The transposed chain, from the last step to the first: all that has to wait."""
     k, num_repeats, width = kept.k, kept.v.shape[2], kept.v.shape[-1]
     to_end, whole = decay_to_end(kept.decay)
-    known_factor = -kept.decay.exp() * kept.beta
+    known_factor = -decay_from_start(kept.decay) * kept.beta
     written, right = torch.empty_like(kept.v), torch.empty_like(kept.v)
     known = kept.v.new_empty(*k.shape[:-1], num_repeats * width)
     left = torch.empty_like(kept.states)
-    state, stop = grad_final[:0], len(k)
-    for size in reversed(step_sizes):
-        now = slice(stop - size, stop)
-        torch.cat([state, grad_final[len(state) : size]], out=left[now])
-        seen = (k[now] @ left[now].flatten(-2)).unflatten(-1, (num_repeats, width))
-        torch.addcmul(
-            grad_values[now], seen.transpose(2, 3), to_end[now].unsqueeze(-1), out=written[now]
-        )
-        torch.matmul(kept.inverse[now].mT, written[now], out=right[now])
-        known[now] = side_by_side(right[now], known_factor[now])
-        state = torch.addcmul(grad_states[now], left[now], whole[now])
-        state += (k[now].mT @ known[now]).view_as(state)
-        stop -= size
+    state = grad_final[:0]
+    given = (k, kept.inverse, grad_values, grad_states, to_end, whole, known_factor)
+    made = (written, right, known, left)
+    steps = zip(*(x.split(step_sizes) for x in (*given, *made)), strict=True)
+    for now in reversed(list(steps)):
+        keys, solver, arriving, entering, ending, rest, factor, *own = now
+        writes, rights, knowns, leaving = own
+        torch.cat([state, grad_final[len(state) : len(keys)]], out=leaving)
+        seen = (keys @ leaving.flatten(-2)).unflatten(-1, (num_repeats, width))
+        torch.addcmul(arriving, seen.transpose(2, 3), ending.unsqueeze(-1), out=writes)
+        torch.matmul(solver.mT, writes, out=rights)
+        knowns.copy_(side_by_side(rights, factor))
+        state = torch.addcmul(entering, leaving, rest)
+        state += (keys.mT @ knowns).view_as(state)
     return _Back(written, right, known, left, torch.cat([state, grad_final[len(state) :]]))
 
 

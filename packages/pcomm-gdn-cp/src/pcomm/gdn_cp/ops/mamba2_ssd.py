@@ -191,7 +191,7 @@ class SsdChunks:
             LayoutError: The offsets fall, or do not end at `T`.
             ConfigError: Shapes that do not fit, or a chunk without tokens.
         """
-        chunk = default_chunk(b_TGS.shape[-1]) if chunk is None else chunk
+        chunk = default_chunk(b_TGS.shape[-1], is_corrected=False) if chunk is None else chunk
         layout = ChunkLayout.of(cu_seqlens, chunk)
         check_ssd_inputs("SsdChunks", layout.cu_seqlens, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H)
         dtype, num_groups = compute_dtype(x_THP), b_TGS.shape[1]
@@ -330,13 +330,12 @@ class _DecayScan(torch.autograd.Function):
             added = k.mT @ side_by_side(values, to_end)
         added = added.unflatten(-1, (num_repeats, width))
         states = torch.empty_like(added)
-        state, finals, start = initial, [], 0
-        for size in step_sizes:
-            now = slice(start, start + size)
-            finals.append(state[size:])
-            states[now] = state[:size]
-            state = torch.addcmul(added[now], states[now], whole[now])
-            start += size
+        state, finals = initial, list[Tensor]()
+        given = (x.split(step_sizes) for x in (states, added, whole))
+        for entered, more, rest in zip(*given, strict=True):
+            finals.append(state[len(entered) :])
+            entered.copy_(state[: len(entered)])
+            state = torch.addcmul(more, entered, rest)
         ctx.save_for_backward(k, values, decay, states)
         ctx.step_sizes = step_sizes
         return states, torch.cat([state, *reversed(finals)])
@@ -348,12 +347,11 @@ class _DecayScan(torch.autograd.Function):
         grad_states, grad_final = grads
         to_end, whole = decay_to_end(decay)
         grad_left = torch.empty_like(states)
-        state, stop = grad_final[:0], len(states)
-        for size in reversed(ctx.step_sizes):
-            now = slice(stop - size, stop)
-            grad_left[now] = torch.cat([state, grad_final[len(state) : size]])
-            state = torch.addcmul(grad_states[now], grad_left[now], whole[now])
-            stop -= size
+        state = grad_final[:0]
+        given = (x.split(ctx.step_sizes) for x in (grad_left, grad_states, whole))
+        for left, entering, rest in reversed(list(zip(*given, strict=True))):
+            torch.cat([state, grad_final[len(state) : len(left)]], out=left)
+            state = torch.addcmul(entering, left, rest)
         grad_initial = torch.cat([state, grad_final[len(state) :]])
         with full_precision(k):
             seen = (k @ grad_left.flatten(-2)).unflatten(-1, (-1, values.shape[-1]))

@@ -68,10 +68,10 @@ def context_parallel(
             it is whole, or sharded by something that gathers it when it runs.
         group: The context-parallel group: a `Group`, torch's `ProcessGroup` or a `DeviceMesh` of
             one dimension.
-        strategy: As in `make_plan`. Attention takes `heads`, or `gather` where its heads do not
-            divide; with `gather` that, and with `heads` nothing else.
-        layout: As in `make_plan`.
-        link: As in `make_plan`.
+        strategy: A strategy of `make_plan`. Attention takes `heads`, or `gather` where its heads do
+            not divide. With `gather` it takes that, and with `heads` nothing else.
+        layout: The argument of `make_plan`.
+        link: The argument of `make_plan`.
         check: False to leave away the comparison with the model's own forward.
 
     Raises:

@@ -44,7 +44,7 @@ class DeltaRuleSpec(GdnSpec):
 
     Args:
         beta_parts: Columns of a head's beta: 3 where it is wider than that dtype.
-        decay_parts: The same of the logarithm of its decay.
+        decay_parts: Columns of the logarithm of a head's decay, by the same rule.
     """
 
     beta_parts: int = 1

@@ -86,7 +86,7 @@ def refuse_difference(
     Args:
         model: The model.
         alone: What its modules return in its own forward.
-        ours: The same within the sockets.
+        ours: What the same modules return within the sockets.
         logits: The logits of both.
         what: What was done, for the error.
 

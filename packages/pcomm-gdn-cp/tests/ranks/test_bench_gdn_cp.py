@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from gdn_cp_bench.exchange_case import WIDTHS
+from gdn_cp_bench.exchange_case import SPEC, WIDTHS
 from gdn_cp_bench.sent_bytes import COUNTED, LayerShape, sent_bytes
-from gdn_cp_bench.settings import HIDDEN_DIM, SPEC, Settings
+from gdn_cp_bench.settings import HIDDEN_DIM, Settings
 from pcomm.core.cli import main
 
 
 def test_a_quick_run_writes_its_rows_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="it draws the picture, and is no requirement")
-    rows, image = tmp_path / "gdn_cp.csv", tmp_path / "new" / "times.png"
+    rows, image = tmp_path / "gdn_cp.csv", tmp_path / "new" / "gdn_cp.png"
     sizes = ["--quick", "--ranks", "2", "--sequences", "1,3", "--tokens", "64", "--no-plans"]
-    line = ["bench", "gdn-cp", *sizes, "--csv", str(rows), "--plot", str(image)]
+    line = ["bench", "gdn-cp", *sizes, "--csv", str(rows), "--plot", str(image.parent)]
     assert main([*line, "--debug"]) == 0
     assert image.read_bytes().startswith(b"\x89PNG")
     with rows.open(newline="") as file:
