@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from core_bench.runner import Benchmark, Results, check_counts, check_rounds, option
+from inference_bench.pictures import PICTURES
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _measure(settings: Settings) -> Results:
 _DEFAULT = Settings()
 command = Benchmark(
     "inference",
-    "time steps of decoding beside their matrix products, and what engines need not pay",
+    "time steps of decoding beside their matrix products",
     _DEFAULT,
     _measure,
     quick=replace(
@@ -56,5 +57,5 @@ command = Benchmark(
         shapes=("tiny",),
         product_rows=(1, 8),
     ),
-    picture="ratios and tokens/s",
+    pictures=PICTURES,
 )

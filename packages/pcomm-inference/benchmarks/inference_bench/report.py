@@ -1,20 +1,18 @@
-"""What was measured, as rows of a CSV, as tables to read, and as a picture."""
+"""What was measured, as rows of a CSV, and as tables to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-
-from core_bench.runner import Results, Row, Timing, draw_lines, picture, row, tables
-from inference_bench.measure import BARE, WIDE, Decoding, Measured
+from core_bench.rows import Row, row
+from core_bench.runner import Results, Timing
+from core_bench.tables import tables
+from inference_bench.measure import BARE, WIDE, Measured
 
 NAME = "inference"
 
 
 def results_of(measured: Measured) -> Results:
     rows = rows_of(measured)
-    return Results(rows, "\n".join(tables(rows, turned=True)), partial(plot_decoding, measured))
+    return Results(rows, "\n".join(tables(rows)))
 
 
 def rows_of(measured: Measured) -> list[Row]:
@@ -53,23 +51,3 @@ def _ms(case: str, timing: Timing, beside: tuple[str, float] | None = None) -> R
 
 def _more(measured: Measured, case: str) -> float:
     return measured.no_ops[case].more_than(measured.no_ops[BARE[case]])
-
-
-def plot_decoding(measured: Measured, image: Path) -> None:
-    """Two panels: ratio by the number of streams, and tokens a second by the context."""
-    with picture(image, columns=2) as ((left, right),):
-        ratios = _lines(measured.streams, lambda m: (m.streams, m.step.ratio_to(m.linears)))
-        draw_lines(left, ratios, x="streams", y="step over its matrix products alone")
-        left.set_yscale("linear")
-        tokens = _lines(measured.contexts, lambda m: (m.context, m.tokens_per_s))
-        draw_lines(right, tokens, x="tokens of context, one stream", y="tokens/s")
-
-
-def _lines(
-    found: Sequence[Decoding], point: Callable[[Decoding], tuple[float, float]]
-) -> dict[str, list[tuple[float, float]]]:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for one in found:
-        name = f"{one.shape.name}, {one.threads} thread{'s' * (one.threads > 1)}"
-        lines.setdefault(name, []).append(point(one))
-    return lines

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pcomm.inference.attention.paged_attention import _Softmax, decode_on_device, paged_attention
+from pcomm.inference.attention.on_device import attend_on_device, decode_by_copies
+from pcomm.inference.attention.paged_attention import paged_attention
+from pcomm.inference.attention.scores import Softmax
 from pcomm.inference.model import KVMemory, StepBatch
 
 __all__ = ["Pool", "Tokens", "in_chunks", "random_cuts"]
@@ -107,15 +109,31 @@ class Pool:
             one.done += new
         return list(rows.split([new for _, new in parts]))
 
-    def decode_on_device(
+    def decode_by_copies(
         self, requests: Sequence[Tokens], *, window: int | None = None, **options: Any
     ) -> Tensor:
-        """What `paged_attention` does with the last tokens in blocks that are not on the host."""
+        """What is done with the last tokens on a device without the kernel."""
         batch = self.batch([(one, 1) for one in requests])
         q, k, v = (torch.stack([getattr(one, name)[-1] for one in requests]) for name in "qkv")
         for blocks, new in zip(self.memory.by_token, (k, v), strict=True):
             blocks.index_copy_(0, batch.slot_mapping_T, new)
-        return decode_on_device(q, self.memory, batch, _Softmax(**options), window)
+        places = (batch.block_tables_NB, batch.context_lens_N)
+        return decode_by_copies(q, self.memory, *places, Softmax(**options), window)
+
+    def step_on_device(
+        self, parts: Sequence[tuple[Tokens, int]], *, window: int | None = None, **options: Any
+    ) -> list[Tensor]:
+        """Rows of each request, as blocks that are not on the host are read."""
+        batch = self.batch(parts)
+        q, k, v = (
+            torch.cat([getattr(one, name)[one.done : one.done + new] for one, new in parts])
+            for name in "qkv"
+        )
+        rows = attend_on_device(q, k, v, self.memory, batch, Softmax(**options), window)
+        assert rows.is_contiguous()
+        for one, new in parts:
+            one.done += new
+        return list(rows.split([new for _, new in parts]))
 
 
 def in_chunks(tokens: Tokens, pool: Pool, cuts: Sequence[int], **options: Any) -> Tensor:

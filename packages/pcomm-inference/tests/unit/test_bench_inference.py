@@ -15,11 +15,11 @@ from inference_bench.measure import BARE
 
 def test_a_quick_run_writes_its_rows_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="it draws the picture, and is no requirement")
-    rows, image = tmp_path / "inference.csv", tmp_path / "new" / "decoding.png"
-    words = ["--quick", "--streams", "2", "--contexts", "16", "--rows", "3"]
+    rows, image = tmp_path / "inference.csv", tmp_path / "new" / "inference.png"
+    words = ["--quick", "--streams", "2,3", "--contexts", "16", "--rows", "3"]
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    words += ["--csv", str(rows), "--plot", str(image)]
+    words += ["--csv", str(rows), "--plot", str(image.parent)]
     assert command.run(parser.parse_args(words)) == 0
     assert not dist.is_initialized()
     with rows.open(newline="") as file:

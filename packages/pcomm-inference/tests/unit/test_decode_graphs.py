@@ -26,7 +26,7 @@ class OnDevice:
         return [KVSpec(heads=1, head_dim=1, dtype=torch.float64), state]
 
     def step(self, batch, memory):
-        if batch.is_decode:
+        if batch.num_decodes == batch.num_requests:
             self.eager_sizes.append(batch.num_requests)
             return self.decode(batch, memory)
         tokens = batch.tokens_T.tolist()

@@ -519,7 +519,7 @@ def test_requests_that_decode_come_first():
                 new == 1 and before > 0
                 for new, before in zip(news, batch.context_lens, strict=True)
             ]
-            seen.append((decodes, batch.is_decode))
+            seen.append((decodes, batch.num_decodes))
             return super().step(batch, memory)
 
     engine = engine_for(Ordered())
@@ -535,10 +535,10 @@ def test_requests_that_decode_come_first():
     engine.add(greedy("first", [2] * 3, 2))
     engine.add(greedy("again", [1] * 9, 2))
     assert [output.cached_tokens for output in engine.step()] == [8, 0]
-    assert seen[-1] == ([True, False], False)
-    for decodes, is_decode in seen:
+    assert seen[-1] == ([True, False], 1)
+    for decodes, num_decodes in seen:
         assert decodes == sorted(decodes, reverse=True)
-        assert is_decode == all(decodes)
+        assert num_decodes == sum(decodes)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from inference_support.paged_tokens import Pool, Tokens, in_chunks, random_cuts
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.assertions import assert_as_accurate, assert_close, assert_equal
 from pcomm.inference.attention import plan as planner
-from pcomm.inference.attention.paged_attention import decode_on_device
+from pcomm.inference.attention.on_device import decode_by_copies
 from pcomm.inference.attention.plan import MOST_ADDED, plan_of, rounded_keys, tokens_of_a_call
 from pcomm.inference.model import KVMemory, StepBatch
 
@@ -138,7 +138,7 @@ def test_decoding_with_tensors_of_the_device_alone(block_size: int) -> None:
         pool.memory.keys[one.blocks] = blocks.index_fill(
             0, torch.arange(one.done, len(blocks)), torch.nan
         ).view(-1, *pool.memory.keys.shape[1:])
-    found = pool.decode_on_device(requests)
+    found = pool.decode_by_copies(requests)
     assert found.is_contiguous()
     for one, row in zip(requests, found, strict=True):
         exact = one.dense(torch.float64)[-1]
@@ -161,7 +161,9 @@ def test_decoding_on_a_device_asks_for_no_number_of_a_tensor() -> None:
             }
         )
         memory = KVMemory(*map(mode.from_tensor, (pool.memory.keys, pool.memory.values)))
-        rows = decode_on_device(torch.empty(2, 6, 16), memory, without)
+        rows = decode_by_copies(
+            torch.empty(2, 6, 16), memory, without.block_tables_NB, without.context_lens_N
+        )
     assert rows.shape == (2, 6, 16)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -110,8 +111,8 @@ class StepBatch:
     Requests that decode (one new token each, something computed before) come first, then those
     with chunks of a prompt, or drafts. Tensors are on the device of the model. Where a step is
     replayed from a CUDA graph, tensors are static buffers that are padded with requests that write
-    to a block and a slot which belong to no request; `is_decode` is then true and the host's
-    numbers are those of the capture, which only say the shape.
+    to a block and a slot which belong to no request; each request is a decode then, and the
+    host's numbers are those of the capture, which only say the shape.
 
     Attributes:
         tokens_T: int64, the new tokens.
@@ -152,10 +153,16 @@ class StepBatch:
         """Number of requests, N."""
         return len(self.context_lens)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether each request has exactly one new token and something before it."""
-        return self.cu_seqlens[-1] == self.num_requests and 0 not in self.context_lens
+    @cached_property
+    def num_decodes(self) -> int:
+        """Number of requests at the begin with exactly one new token and something before it."""
+        decodes = (
+            stop - start == 1 and context > 0
+            for (start, stop), context in zip(
+                pairwise(self.cu_seqlens), self.context_lens, strict=True
+            )
+        )
+        return sum(takewhile(bool, decodes))
 
 
 @dataclass(frozen=True)

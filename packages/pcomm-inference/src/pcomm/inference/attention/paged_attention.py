@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError
+from pcomm.inference.attention.on_device import attend_on_device, write_new
 from pcomm.inference.attention.plan import (
     CausalMask,
     ChunkPlan,
@@ -20,11 +18,11 @@ from pcomm.inference.attention.plan import (
     KVIndices,
     plan_of,
     rounded_rows,
-    units_of,
 )
+from pcomm.inference.attention.scores import Softmax, attend_rows
 from pcomm.inference.model import KVMemory, StepBatch
 
-__all__ = ["decode_on_device", "paged_attention"]
+__all__ = ["paged_attention"]
 
 
 def paged_attention(
@@ -84,17 +82,16 @@ def paged_attention(
         Enables Input Length Extrapolation, 2022.
     """
     _check(q_THK, k_TGK, v_TGV, memory)
-    softmax = _Softmax(scale, softcap, sinks_H, alibi_H)
+    softmax = Softmax(scale, softcap, sinks_H, alibi_H)
     if window is not None or memory.window is not None or not softmax.is_plain:
         _check_scores(q_THK.shape[1], memory, window, softmax)
-    if not memory.keys.is_cpu and batch.is_decode:
-        _write(k_TGK, v_TGV, memory, batch)
-        return decode_on_device(q_THK, memory, batch, softmax, window)
+    if not memory.keys.is_cpu:
+        return attend_on_device(q_THK, k_TGK, v_TGV, memory, batch, softmax, window)
     plan = plan_of(batch, memory, q_THK, window)
     if plan.partial_blocks is not None:
         memory.keys.index_fill_(0, plan.partial_blocks, 0)
         memory.values.index_fill_(0, plan.partial_blocks, 0)
-    _write(k_TGK, v_TGV, memory, batch)
+    write_new(k_TGK, v_TGV, memory, batch.slot_mapping_T)
     calls = plan.decode_calls
     if calls and calls[0].rows_N is None:
         return _attend_decodes(q_THK, memory, calls[0], softmax)
@@ -107,23 +104,6 @@ def paged_attention(
         assert plan.causal_mask is not None
         _attend_chunk(q_THK, memory, chunk, plan.causal_mask, out_THV, softmax)
     return out_THV
-
-
-class _Softmax(NamedTuple):
-    """How scores become weights: what `paged_attention` is given beside tensors and places."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    sinks_H: Tensor | None = None
-    alibi_H: Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's attention computes it."""
-        return self.softcap is None and self.sinks_H is None and self.alibi_H is None
-
-
-_PLAIN = _Softmax()
 
 
 def _check(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, memory: object) -> None:
@@ -157,7 +137,7 @@ def _check(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, memory: object) -> None:
         )
 
 
-def _check_scores(num_heads: int, memory: KVMemory, window: int | None, softmax: _Softmax) -> None:
+def _check_scores(num_heads: int, memory: KVMemory, window: int | None, softmax: Softmax) -> None:
     kept, cap = memory.window, softmax.softcap
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
         window = 0
@@ -185,15 +165,7 @@ def _check_scores(num_heads: int, memory: KVMemory, window: int | None, softmax:
             )
 
 
-def _write(k_TGK: Tensor, v_TGV: Tensor, memory: KVMemory, batch: StepBatch) -> None:
-    keys, values = memory.by_token
-    if k_TGK.dtype != keys.dtype:
-        k_TGK, v_TGV = k_TGK.to(keys.dtype), v_TGV.to(keys.dtype)
-    keys.index_copy_(0, batch.slot_mapping_T, k_TGK)
-    values.index_copy_(0, batch.slot_mapping_T, v_TGV)
-
-
-def _attend_decodes(q_NHK: Tensor, memory: KVMemory, call: DecodeCall, softmax: _Softmax) -> Tensor:
+def _attend_decodes(q_NHK: Tensor, memory: KVMemory, call: DecodeCall, softmax: Softmax) -> Tensor:
     """`[N, H, V]`, contiguous, of the requests of one call, whose new tokens are in memory."""
     k_NGLK, v_NGLV = _keys_and_values(memory, call.indices, q_NHK)
     num_requests, num_heads, width = q_NHK.shape
@@ -201,7 +173,7 @@ def _attend_decodes(q_NHK: Tensor, memory: KVMemory, call: DecodeCall, softmax: 
     places = None
     if softmax.alibi_H is not None:
         places = torch.tensor(call.lengths, device=q_NHK.device).view(-1, 1, 1, 1) - 1
-    mixed_NGRV = _attend_rows(
+    mixed_NGRV = attend_rows(
         q_NGRK, k_NGLK, v_NGLV, call.mask_N11L, softmax, places, q_NGRK.shape[2]
     )
     # With one row for each key head, a cut of the rows that were added is a view with gaps.
@@ -214,7 +186,7 @@ def _attend_chunk(
     chunk: ChunkPlan,
     mask: CausalMask,
     out_THV: Tensor,
-    softmax: _Softmax,
+    softmax: Softmax,
 ) -> None:
     """Write the rows of one chunk, a few tokens a call, each with the keys up to its last token."""
     k_1GLK, v_1GLV = _keys_and_values(memory, chunk.indices, q_THK)
@@ -229,7 +201,7 @@ def _attend_chunk(
         if softmax.alibi_H is not None:
             rows_M1 = torch.arange(num_rows, device=q_THK.device).unsqueeze(1)
             places = rows_M1 // rows_per_token + call.own_key
-        mixed_1GMV = _attend_rows(
+        mixed_1GMV = attend_rows(
             q_1GMK,
             k_1GLK[:, :, call.first_key : last_key],
             v_1GLV[:, :, call.first_key : last_key],
@@ -243,160 +215,16 @@ def _attend_chunk(
         out_tGRV.copy_(mixed_GtRV.transpose(0, 1))
 
 
-def decode_on_device(
-    q_NHK: Tensor,
-    memory: KVMemory,
-    batch: StepBatch,
-    softmax: _Softmax = _PLAIN,
-    window: int | None = None,
-) -> Tensor:
-    """`[N, H, V]`, contiguous: one new token of every request. No wait for the device.
-
-    Shapes depend on the shapes of the batch alone, so that a captured graph serves every step with
-    as many requests and as wide block tables. Keys up to the end of the tables, or as many as the
-    window has, are copied: the engine hands tables no wider than the longest request of the step
-    (or of the graph) needs.
-
-    Tested on a CPU, and with tensors that have no numbers; it has not run on a GPU yet.
-
-    Args:
-        q_NHK: Queries of the new tokens.
-        memory: Blocks of the layer, which hold the new tokens already.
-        batch: Tokens of the step.
-        softmax: How scores become weights.
-        window: Number of keys that a token sees; None for all.
-    """
-    num_requests, num_blocks = batch.block_tables_NB.shape
-    block_size, num_heads = memory.keys.shape[1:3]
-    num_keys = num_blocks * block_size
-    lengths_N1 = batch.context_lens_N.unsqueeze(1).long() + 1
-    firsts_N1 = None
-    if window is not None and window < num_keys:
-        num_keys = window
-        firsts_N1 = (lengths_N1 - window).clamp_(min=0)
-    slots_NL = units_of(
-        batch.block_tables_NB,
-        lengths_N1,
-        num_keys,
-        block_size,
-        is_by_block=False,
-        firsts_N1=firsts_N1,
-    )
-    last_N1 = lengths_N1 - 1 if firsts_N1 is None else lengths_N1 - 1 - firsts_N1
-    is_unseen_NL = torch.arange(num_keys, device=slots_NL.device) > last_N1
-    mask_NL = q_NHK.new_zeros(num_requests, num_keys).masked_fill_(is_unseen_NL, -torch.inf)
-
-    def copied(pool: Tensor) -> Tensor:
-        found = pool.flatten(0, 1).index_select(0, slots_NL.flatten())
-        tokens = found.view(num_requests, num_keys, num_heads, -1)
-        return tokens.transpose(1, 2).to(q_NHK.dtype)
-
-    q_NGRK = q_NHK.view(num_requests, num_heads, -1, q_NHK.shape[2])
-    mixed_NGRV = _attend_rows(
-        q_NGRK,
-        copied(memory.keys),
-        copied(memory.values),
-        mask_NL[:, None, None],
-        softmax,
-        last_N1[:, :, None, None],
-        q_NGRK.shape[2],
-    )
-    return mixed_NGRV.reshape(*q_NHK.shape[:2], -1).contiguous()
-
-
-def _attend_rows(
-    q_NGMK: Tensor,
-    k_NGLK: Tensor,
-    v_NGLV: Tensor,
-    mask: Tensor | None,
-    softmax: _Softmax,
-    places: Tensor | None,
-    rows_per_token: int,
-) -> Tensor:
-    """`[N, G, M, V]`: torch's attention, in a call with `rounded_rows` rows.
-
-    Queries that read one key head are rows of one matrix. The mask has as many rows as the call, or
-    one for all. So have `places`, those of the tokens among the L keys, which slopes need.
-    """
-    num_rows, width, value_width = q_NGMK.shape[2], q_NGMK.shape[3], v_NGLV.shape[3]
-    num_added = rounded_rows(num_rows, q_NGMK.dtype) - num_rows
-    if num_added:
-        q_NGMK = F.pad(q_NGMK, (0, 0, 0, num_added))
-    scale = width**-0.5 if softmax.scale is None else softmax.scale
-    if not softmax.is_plain:
-        mixed = _attend_by_scores(
-            q_NGMK, k_NGLK, v_NGLV, mask, softmax, scale, places, rows_per_token
-        )
-    elif width == value_width:
-        mixed = F.scaled_dot_product_attention(q_NGMK, k_NGLK, v_NGLV, mask, scale=softmax.scale)
-    else:
-        # Torch has a fast way on a CPU, whose bits are known, for keys and values of one width.
-        both = max(width, value_width)
-        q_NGMK, k_NGLK, v_NGLV = (
-            F.pad(one, (0, both - one.shape[3])) for one in (q_NGMK, k_NGLK, v_NGLV)
-        )
-        mixed = F.scaled_dot_product_attention(q_NGMK, k_NGLK, v_NGLV, mask, scale=scale)
-        mixed = mixed[..., :value_width]
-    return mixed[:, :, :num_rows] if num_added else mixed
-
-
-def _attend_by_scores(
-    q_NGMK: Tensor,
-    k_NGLK: Tensor,
-    v_NGLV: Tensor,
-    mask: Tensor | None,
-    softmax: _Softmax,
-    scale: float,
-    places: Tensor | None,
-    rows_per_token: int,
-) -> Tensor:
-    """`[N, G, M, V]` by the scores themselves, which torch's attention does not show.
-
-    In fp32 where queries have 16 bits: scores of 50, as they are with a cap, would be rounded to
-    quarters.
-    """
-    given = q_NGMK.dtype
-    dtype = torch.float32 if given.itemsize == 2 else given
-    q_NGMK, k_NGLK, v_NGLV = (one.to(dtype) for one in (q_NGMK, k_NGLK, v_NGLV))
-    rows_M = torch.arange(q_NGMK.shape[2], device=q_NGMK.device) % rows_per_token
-
-    def of_rows(numbers_H: Tensor) -> Tensor:
-        numbers_GR = numbers_H.to(dtype).view(q_NGMK.shape[1], -1)
-        return numbers_GR.index_select(1, rows_M).unsqueeze(2)
-
-    scores_NGML = (q_NGMK @ k_NGLK.transpose(2, 3)).mul_(scale)
-    if softmax.softcap is not None:
-        scores_NGML.div_(softmax.softcap).tanh_().mul_(softmax.softcap)
-    if softmax.alibi_H is not None:
-        assert places is not None
-        distances = torch.arange(k_NGLK.shape[2], device=q_NGMK.device) - places
-        scores_NGML.addcmul_(of_rows(softmax.alibi_H), distances.to(dtype))
-    if mask is not None:
-        scores_NGML.add_(mask)
-    largest_NGM1 = scores_NGML.amax(3, keepdim=True)
-    if softmax.sinks_H is None:
-        weights_NGML = scores_NGML.sub_(largest_NGM1).exp_()
-        sums_NGM1 = weights_NGML.sum(3, keepdim=True)
-    else:
-        sinks_GM1 = of_rows(softmax.sinks_H)
-        largest_NGM1 = torch.maximum(largest_NGM1, sinks_GM1)
-        weights_NGML = scores_NGML.sub_(largest_NGM1).exp_()
-        sums_NGM1 = weights_NGML.sum(3, keepdim=True) + (sinks_GM1 - largest_NGM1).exp()
-    return (weights_NGML @ v_NGLV).div_(sums_NGM1).to(given)
-
-
 def _keys_and_values(memory: KVMemory, indices: KVIndices, q: Tensor) -> tuple[Tensor, Tensor]:
     """Copies `[N, G, L, K]` and `[N, G, L, V]` from the pools, in the dtype of the queries."""
-    keys, values = (memory.keys, memory.values) if indices.is_by_block else memory.by_token
-    k_NGLK, v_NGLV = _copied(keys, indices), _copied(values, indices)
+    k_NGLK, v_NGLV = _copied(memory.keys, indices), _copied(memory.values, indices)
     if k_NGLK.dtype != q.dtype:
         return k_NGLK.to(q.dtype), v_NGLV.to(q.dtype)
     return k_NGLK, v_NGLV
 
 
 def _copied(pool: Tensor, indices: KVIndices) -> Tensor:
-    # Tokens side by side, whatever a unit is.
-    tokens = pool.index_select(0, indices.units).view(indices.num_requests, -1, *pool.shape[-2:])
+    tokens = pool.index_select(0, indices.blocks).view(indices.num_requests, -1, *pool.shape[-2:])
     if tokens.shape[1] > indices.num_keys:
         tokens = tokens[:, : indices.num_keys]
     return tokens.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Which calls of torch's attention serve the requests of a step, and where their keys lie.
+"""Which calls of torch's attention serve a step on a CPU, and where the keys lie.
 
 The plan is made in the first attention layer of a step, which keeps it for the others. A row has
 the same bits in each call because numbers of keys and rows are rounded. Torch's attention on a CPU
@@ -15,7 +15,7 @@ With a window the first key of a call is that which its first token still sees, 
 block of that key. Parts of 512 begin there, so they differ for other chunks.
 """
 
-# Shape suffixes: N requests of one call, U units of the pool that hold their keys, L keys, M rows.
+# Shape suffixes: N requests of one call, B blocks of the pool that hold their keys, L keys, M rows.
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = [
     "DecodeCall",
     "KVIndices",
     "TailMasks",
+    "blocks_of",
     "plan_of",
     "rounded_keys",
     "rounded_rows",
     "tokens_of_a_call",
-    "units_of",
 ]
 
 
@@ -50,18 +50,16 @@ class KVIndices:
     """Where the keys of some requests lie in the pool.
 
     Attributes:
-        units: int, units of the pool, U for each of N requests: blocks on a CPU, single tokens
-            elsewhere. Units behind the last token of a request are its first unit once more.
+        blocks: int, blocks of the pool, B for each of N requests. Blocks behind the last token of a
+            request are its first block once more.
         num_requests: N.
         num_keys: L, the number of keys that are read of each request, from the first on that any
             of its new tokens sees.
-        is_by_block: True if units are blocks.
     """
 
-    units: Tensor
+    blocks: Tensor
     num_requests: int
     num_keys: int
-    is_by_block: bool
 
 
 @dataclass(frozen=True)
@@ -156,44 +154,35 @@ def tokens_of_a_call(rows_per_token: int) -> int:
     return max(1, _CHUNK_ROWS // rows_per_token)
 
 
-def units_of(
+def blocks_of(
     tables_NB: Tensor,
     lengths_N1: Tensor,
     num_keys: int,
     block_size: int,
     *,
-    is_by_block: bool,
     firsts_N1: Tensor | None = None,
 ) -> Tensor:
-    """Units `[N, U]` of the pool that hold `num_keys` keys of each request. No wait for the device.
+    """Blocks of the pool that hold `num_keys` keys of each request, a row for each.
 
     Args:
         tables_NB: int, blocks of the requests in the order of their tokens.
         lengths_N1: int, number of tokens of each request, at least 1.
-        num_keys: Number of keys to read of each. Behind the last unit that has a token of the
+        num_keys: Number of keys to read of each. Behind the last block that has a token of the
             request stands its first once more, whose keys are its own.
         block_size: Number of tokens of a block.
-        is_by_block: True for blocks, false for tokens.
         firsts_N1: int64, place of the first key that is read of each request, the first one of a
-            unit; None for 0.
+            block; None for 0.
     """
     if firsts_N1 is not None:
-        unit = block_size if is_by_block else 1
-        places_NU = firsts_N1 + torch.arange(0, num_keys, unit, device=tables_NB.device)
-        columns_NU = (places_NU // block_size).clamp_(max=tables_NB.shape[1] - 1)
-        units_NU = tables_NB.gather(1, columns_NU)
-        if not is_by_block:
-            units_NU = units_NU * block_size + places_NU % block_size
-        return torch.where(places_NU < lengths_N1, units_NU, units_NU[:, :1])
-    units_NU, unit = tables_NB, block_size
-    if not is_by_block:
-        offsets = torch.arange(block_size, device=tables_NB.device)
-        units_NU, unit = (tables_NB.unsqueeze(-1) * block_size + offsets).flatten(1), 1
-    num_units = -(-num_keys // unit)
-    if (missing := num_units - units_NU.shape[1]) > 0:
-        units_NU = torch.nn.functional.pad(units_NU, (0, missing))
-    starts_U = torch.arange(0, num_units * unit, unit, device=tables_NB.device)
-    return torch.where(starts_U < lengths_N1, units_NU[:, :num_units], units_NU[:, :1])
+        places_NB = firsts_N1 + torch.arange(0, num_keys, block_size, device=tables_NB.device)
+        columns_NB = (places_NB // block_size).clamp_(max=tables_NB.shape[1] - 1)
+        blocks_NB = tables_NB.gather(1, columns_NB)
+        return torch.where(places_NB < lengths_N1, blocks_NB, blocks_NB[:, :1])
+    num_blocks = -(-num_keys // block_size)
+    if (missing := num_blocks - tables_NB.shape[1]) > 0:
+        tables_NB = torch.nn.functional.pad(tables_NB, (0, missing))
+    starts_B = torch.arange(0, num_blocks * block_size, block_size, device=tables_NB.device)
+    return torch.where(starts_B < lengths_N1, tables_NB[:, :num_blocks], tables_NB[:, :1])
 
 
 class _Planner:
@@ -204,8 +193,6 @@ class _Planner:
         self.batch, self.like, self.block_size = batch, q_THK, memory.keys.shape[1]
         self.token_bytes = memory.keys[0, 0].nbytes + memory.values[0, 0].nbytes
         self.rows_per_token = q_THK.shape[1] // memory.keys.shape[2]
-        # On a GPU nothing clears the rest of a block, so blocks are not read whole.
-        self.is_by_block = memory.keys.is_cpu
         self.news = [stop - start for start, stop in pairwise(batch.cu_seqlens)]
         self.totals = [c + new for c, new in zip(batch.context_lens, self.news, strict=True)]
         self.firsts, self.lengths = [0] * len(self.totals), self.totals
@@ -216,15 +203,14 @@ class _Planner:
         self.num_keys = [rounded_keys(length) for length in self.lengths]
         for i, calls in self.calls.items():
             self.num_keys[i] = max(call.first_key + call.num_keys for call in calls)
-        if len(self.totals) == 1 and self.is_by_block:
-            self.units_NU = self._blocks_of_one()
+        if len(self.totals) == 1:
+            self.blocks_NB = self._blocks_of_one()
         else:
-            self.units_NU = units_of(
+            self.blocks_NB = blocks_of(
                 batch.block_tables_NB,
                 self._tensor(self.totals).unsqueeze(1),
                 max(self.num_keys),
                 self.block_size,
-                is_by_block=self.is_by_block,
                 firsts_N1=self._tensor(self.firsts).unsqueeze(1) if any(self.firsts) else None,
             )
 
@@ -233,7 +219,7 @@ class _Planner:
         if self.window is None:
             return 0
         first = max(0, position + 1 - self.window)
-        return first - first % self.block_size if self.is_by_block else first
+        return first - first % self.block_size
 
     def _calls(self, i: int) -> tuple[ChunkCall, ...]:
         """The calls for the chunk of a request."""
@@ -254,7 +240,7 @@ class _Planner:
         return tuple(found)
 
     def _blocks_of_one(self) -> Tensor:
-        """`units_of` for one request, whose length is known here: fewer small operations."""
+        """`blocks_of` for one request, whose length is known here: fewer small operations."""
         blocks_1B, size = self.batch.block_tables_NB, self.block_size
         first = self.firsts[0] // size
         num_used, num_read = -(-self.lengths[0] // size), -(-self.num_keys[0] // size)
@@ -267,7 +253,7 @@ class _Planner:
         ones = [i for i, new in enumerate(self.news) if new == 1]
         masks = TailMasks([self.lengths[i] for i in ones], self.window, like=self.like)
         return AttentionPlan(
-            self._partial_blocks() if self.is_by_block else None,
+            self._partial_blocks(),
             tuple(self._decode_call(group, masks) for group in self._groups(ones)),
             tuple(ChunkPlan(self._indices([i]), self.calls[i]) for i in self.calls),
             self._causal_mask() if self.calls else None,
@@ -306,12 +292,12 @@ class _Planner:
 
     def _indices(self, members: Sequence[int]) -> KVIndices:
         num_keys = self.num_keys[members[0]]
-        num_units = -(-num_keys // (self.block_size if self.is_by_block else 1))
+        num_blocks = -(-num_keys // self.block_size)
         if len(members) == 1:
-            units = self.units_NU[members[0], :num_units]
+            blocks = self.blocks_NB[members[0], :num_blocks]
         else:
-            units = self.units_NU[self._tensor(members), :num_units].flatten()
-        return KVIndices(units, len(members), num_keys, self.is_by_block)
+            blocks = self.blocks_NB[self._tensor(members), :num_blocks].flatten()
+        return KVIndices(blocks, len(members), num_keys)
 
     def _causal_mask(self) -> CausalMask:
         every = [call for calls in self.calls.values() for call in calls]

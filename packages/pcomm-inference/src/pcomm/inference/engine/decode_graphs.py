@@ -111,8 +111,8 @@ class DecodeGraphs:
         then on, on all of them; `refusal` says why.
 
         Raises:
-            Exception: That of the warm-up, where ranks share the model: as in any step, they may
-                have come to different collectives.
+            Exception: The error of the warm-up, where ranks share the model: as in any step, they
+                may have come to different collectives.
             PeerError: The warm-up of another rank has failed.
         """
         if self.refusal:

@@ -20,7 +20,7 @@ class PrefixHit:
 
     Attributes:
         num_tokens: Number of tokens that need not be computed.
-        blocks: Their blocks.
+        blocks: Blocks of those tokens.
         snapshot: State slot with a copy of the state behind them; 0 for none.
         num_known: Number of tokens up to where another request had the same ones, which is more
             than `num_tokens` where there is no snapshot.

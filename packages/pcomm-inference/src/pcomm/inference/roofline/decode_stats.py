@@ -216,7 +216,7 @@ class DecodeCounts(NamedTuple):
         num_requests: Number of requests.
         num_tokens: Number of tokens that are computed, drafts included; each has logits.
         kept_tokens: Number of tokens of all requests that were computed before the step.
-        kept_in_windows: The same for each window that layers have: of these within it.
+        kept_in_windows: Number of them within each window that layers have.
     """
 
     num_requests: int

@@ -51,7 +51,7 @@ class KeptBytes:
     Attributes:
         per_token: Bytes of the keys and values of one token.
         per_request: Bytes of the states of one request.
-        per_token_in: Those of `per_token` that belong to layers with a window, by the window.
+        per_token_in: Part of `per_token` that belongs to layers with a window, by the window.
     """
 
     per_token: int
@@ -60,7 +60,7 @@ class KeptBytes:
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec]) -> KeptBytes:
-        """Of all layers of `Model.memory_specs` together."""
+        """Bytes of all layers of `Model.memory_specs` together."""
         per_token = per_request = 0
         per_token_in: dict[int, int] = {}
         for spec in specs:
@@ -163,7 +163,7 @@ class StepWeights:
         tables: Collection[nn.Module] = (),
         experts: Iterable[tuple[nn.Module, ExpertWeights]] = (),
     ) -> StepWeights:
-        """Of all parameters and buffers of a module; shared memory counts once. Local.
+        """Bytes of all parameters and buffers of a module; shared memory counts once. Local.
 
         Args:
             module: The whole model of this rank.

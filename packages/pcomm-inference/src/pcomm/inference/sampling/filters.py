@@ -319,7 +319,7 @@ def likeliest_first(ids_RC: Tensor, x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         ids_RC: Token ids, ascending in each row up to its last candidate.
-        x_RC: Their logits; minus infinity behind the last candidate.
+        x_RC: Logits of the candidates; minus infinity behind the last one.
     """
     # Ids ascend, and a stable sort keeps their order among equals.
     x_RC, order_RC = x_RC.sort(dim=1, descending=True, stable=True)

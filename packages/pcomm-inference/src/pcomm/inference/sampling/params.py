@@ -42,7 +42,7 @@ class SamplingParams:
         ignore_eos: True to go on after the model's own stop tokens.
         logprobs: Number of likeliest tokens whose log-probabilities are returned with each token;
             0 gives only that of the token, None none.
-        prompt_logprobs: The same for the tokens of the prompt.
+        prompt_logprobs: Number of likeliest tokens, as in `logprobs`, for each token of the prompt.
         json_schema: JSON schema that the text satisfies, as a JSON string; None for any text.
         regex: Regular expression that the whole text matches, in the syntax of Rust's crate `regex`
             with Unicode: `\d` and `\w` stand for digits and letters of all scripts, and `[0-9]`

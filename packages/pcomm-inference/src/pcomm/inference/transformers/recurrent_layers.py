@@ -45,10 +45,10 @@ class RecurrentLayer:
         argument: Name of the argument that is the cache.
         index: Number by which it asks the cache for its states.
         by_token: Which of its arguments have a row for each token, see `_by_token`.
-        kept: Its layer of a cache after a call, whose tensors show the shapes.
+        kept: Layer of a cache after a call of the mixer; its tensors show the shapes.
 
     Attributes:
-        spec: What it keeps.
+        spec: Memory that it keeps of a request.
         continues: Whether several tokens may follow a state in one call: not every layer looks at
             its state then. The comparison at load finds it.
     """

@@ -1,0 +1,207 @@
+"""Attention where keys and values lie on a GPU: one launch for all decodes, one call a chunk.
+
+Tested on a CPU, in Triton's interpreter, by compiling for Hopper and Blackwell, and with tensors
+that have no numbers; it has not run on a GPU yet.
+"""
+
+# Shape suffixes: T tokens of the step, t of one request, N requests, H query heads, G key and value
+# heads, R query heads of a key head, K width of a key, V width of a value, M rows for each key
+# head, B blocks of the longest request, L keys.
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from pcomm.inference.attention.scores import PLAIN, Softmax, attend_rows
+from pcomm.inference.model import KVMemory, StepBatch
+
+__all__ = ["attend_on_device", "decode_by_copies", "write_new"]
+
+# Bytes of the scores of one call, in fp32, where torch's attention cannot be given what changes
+# them.
+_SCORE_BYTES = 64 << 20
+
+
+def attend_on_device(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGV: Tensor,
+    memory: KVMemory,
+    batch: StepBatch,
+    softmax: Softmax = PLAIN,
+    window: int | None = None,
+) -> Tensor:
+    """What `paged_attention` does for blocks that are not on the host: `[T, H, V]`.
+
+    Requests that decode are one launch of a kernel, which also writes their keys and values. No
+    wait for the device; where all requests decode, a captured graph serves every step with as many
+    requests and as wide block tables.
+    """
+    num_decodes, num_tokens = batch.num_decodes, len(q_THK)
+    out_THV = q_THK.new_empty(num_tokens, q_THK.shape[1], memory.values.shape[3])
+    if num_decodes:
+        new = slice(num_decodes)
+        _decode(q_THK[new], k_TGK[new], v_TGV[new], memory, batch, softmax, window, out_THV[new])
+    if num_decodes < num_tokens:
+        rest = slice(num_decodes, num_tokens)
+        write_new(k_TGK[rest], v_TGV[rest], memory, batch.slot_mapping_T[rest])
+    for i in range(num_decodes, batch.num_requests):
+        own = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
+        out_THV[own] = _chunk(q_THK[own], k_TGK[own], v_TGV[own], memory, batch, i, softmax, window)
+    return out_THV
+
+
+def write_new(k_TGK: Tensor, v_TGV: Tensor, memory: KVMemory, slots_T: Tensor) -> None:
+    """Keys and values of new tokens to their places. Local."""
+    keys, values = memory.by_token
+    if k_TGK.dtype != keys.dtype:
+        k_TGK, v_TGV = k_TGK.to(keys.dtype), v_TGV.to(keys.dtype)
+    keys.index_copy_(0, slots_T, k_TGK)
+    values.index_copy_(0, slots_T, v_TGV)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _decode(
+    q_NHK: Tensor,
+    k_NGK: Tensor,
+    v_NGV: Tensor,
+    memory: KVMemory,
+    batch: StepBatch,
+    softmax: Softmax,
+    window: int | None,
+    out_NHV: Tensor,
+) -> None:
+    count = len(q_NHK)
+    tables_NB, contexts_N = batch.block_tables_NB[:count], batch.context_lens_N[:count]
+    if _has_triton():
+        # Imported late: it imports Triton.
+        from pcomm.inference.attention.decode_kernel import decode_launch, takes
+
+        if takes(q_NHK, memory):
+            places = (tables_NB, contexts_N)
+            new = (q_NHK, k_NGK, v_NGV)
+            decode_launch(new, memory, places, out_NHV, batch.prepared, softmax, window).run()
+            return
+    write_new(k_NGK, v_NGV, memory, batch.slot_mapping_T[:count])
+    out_NHV.copy_(decode_by_copies(q_NHK, memory, tables_NB, contexts_N, softmax, window))
+
+
+def decode_by_copies(
+    q_NHK: Tensor,
+    memory: KVMemory,
+    tables_NB: Tensor,
+    contexts_N: Tensor,
+    softmax: Softmax = PLAIN,
+    window: int | None = None,
+) -> Tensor:
+    """`[N, H, V]`, contiguous: the same without Triton, or of dtypes that the kernel does not take.
+
+    Keys up to the end of the tables, or as many as the window has, are copied.
+
+    Args:
+        q_NHK: Queries of the new tokens.
+        memory: Blocks of the layer, which hold the new tokens already.
+        tables_NB: int32, blocks of the requests.
+        contexts_N: int32, number of tokens before the new one.
+        softmax: How scores become weights.
+        window: Number of keys that a token sees; None for all.
+    """
+    num_requests, num_blocks = tables_NB.shape
+    block_size, num_heads = memory.keys.shape[1:3]
+    num_keys = num_blocks * block_size
+    lengths_N1 = contexts_N.unsqueeze(1).long() + 1
+    firsts_N1 = torch.zeros_like(lengths_N1)
+    if window is not None and window < num_keys:
+        num_keys = window
+        firsts_N1 = (lengths_N1 - window).clamp_(min=0)
+    places_NL = firsts_N1 + torch.arange(num_keys, device=q_NHK.device)
+    # Places behind the newest token read that of the first key, which is the request's own.
+    is_unseen_NL = places_NL >= lengths_N1
+    places_NL = torch.where(is_unseen_NL, firsts_N1, places_NL)
+    blocks_NL = tables_NB.gather(1, places_NL // block_size)
+    slots_NL = blocks_NL * block_size + places_NL % block_size
+    mask_NL = q_NHK.new_zeros(num_requests, num_keys).masked_fill_(is_unseen_NL, -torch.inf)
+
+    def copied(pool: Tensor) -> Tensor:
+        found = pool.flatten(0, 1).index_select(0, slots_NL.flatten())
+        tokens = found.view(num_requests, num_keys, num_heads, -1)
+        return tokens.transpose(1, 2).to(q_NHK.dtype)
+
+    q_NGRK = q_NHK.view(num_requests, num_heads, -1, q_NHK.shape[2])
+    mixed_NGRV = attend_rows(
+        q_NGRK,
+        copied(memory.keys),
+        copied(memory.values),
+        mask_NL[:, None, None],
+        softmax,
+        (lengths_N1 - 1 - firsts_N1)[:, :, None, None],
+        q_NGRK.shape[2],
+    )
+    return mixed_NGRV.reshape(*q_NHK.shape[:2], -1).contiguous()
+
+
+def _chunk(
+    q_tHK: Tensor,
+    k_tGK: Tensor,
+    v_tGV: Tensor,
+    memory: KVMemory,
+    batch: StepBatch,
+    i: int,
+    softmax: Softmax,
+    window: int | None,
+) -> Tensor:
+    """`[t, H, V]` of request i, whose new keys and values are in memory."""
+    num_new, context = len(q_tHK), batch.context_lens[i]
+    first = 0 if window is None else max(0, context + 1 - window)
+    if context:
+        places_L = torch.arange(first, context + num_new, device=q_tHK.device)
+        block_size = memory.keys.shape[1]
+        blocks_L = batch.block_tables_NB[i].index_select(0, places_L // block_size)
+        slots_L = blocks_L * block_size + places_L % block_size
+        keys, values = memory.by_token
+        k_LGK, v_LGV = (pool.index_select(0, slots_L).to(q_tHK.dtype) for pool in (keys, values))
+    else:
+        # As they are in memory, which may have another dtype.
+        k_LGK, v_LGV = (
+            new.to(pool.dtype).to(q_tHK.dtype)
+            for new, pool in ((k_tGK, memory.keys), (v_tGV, memory.values))
+        )
+    k_1GLK, v_1GLV = (one.transpose(0, 1).unsqueeze(0) for one in (k_LGK, v_LGV))
+    num_heads, num_groups, num_keys = q_tHK.shape[1], k_1GLK.shape[1], k_1GLK.shape[2]
+    if softmax.is_plain and (window is None or context + num_new <= window):
+        mixed_1HtV = F.scaled_dot_product_attention(
+            q_tHK.transpose(0, 1).unsqueeze(0),
+            k_1GLK,
+            v_1GLV,
+            causal_lower_right(num_new, num_keys),
+            scale=softmax.scale,
+            enable_gqa=num_heads != num_groups,
+        )
+        return mixed_1HtV[0].transpose(0, 1)
+    out_tHV = q_tHK.new_empty(num_new, num_heads, v_tGV.shape[2])
+    rows = num_heads // num_groups
+    most = max(1, _SCORE_BYTES // (4 * num_heads * num_keys))
+    seen_L = torch.arange(num_keys, device=q_tHK.device)
+    for start in range(0, num_new, most):
+        part_tHK = q_tHK[start : start + most]
+        q_1GMK = part_tHK.unflatten(1, (num_groups, rows)).transpose(0, 1).flatten(1, 2)[None]
+        own_M1 = torch.arange(start, start + len(part_tHK), device=q_tHK.device)
+        own_M1 = (own_M1 + context - first).repeat_interleave(rows).unsqueeze(1)
+        is_unseen_ML = seen_L > own_M1
+        if window is not None:
+            is_unseen_ML |= seen_L <= own_M1 - window
+        mask_ML = q_tHK.new_zeros(is_unseen_ML.shape).masked_fill_(is_unseen_ML, -torch.inf)
+        mixed_1GMV = attend_rows(q_1GMK, k_1GLK, v_1GLV, mask_ML, softmax, own_M1, rows)
+        mixed_GtRV = mixed_1GMV[0].unflatten(1, (len(part_tHK), rows))
+        out_tHV[start : start + most] = mixed_GtRV.transpose(0, 1).flatten(1, 2)
+    return out_tHV

@@ -1,0 +1,224 @@
+"""Decodes in one launch and chunks in one call: interpreted against dense attention, and compiled.
+
+Lengths lie on both sides of a step of the kernel's loop (64 keys), of a split (256), and of the
+number of keys from which splits grow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core_support.fake_driver import fake_driver
+from inference_support.paged_tokens import Pool, Tokens
+from inference_support.score_cases import CASES, G, H, assert_right, made
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.inference.attention.scores import Softmax
+from pcomm.inference.model import KVMemory
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+NAME = "pcomm.inference.attention.decode_kernel"
+LENGTHS = (2, 65, 256, 257)
+
+
+def load(patch: pytest.MonkeyPatch, *, is_interpreted: bool) -> ModuleType:
+    """The module, made anew: a kernel is what the variable says when it is defined."""
+    patch.setenv("TRITON_INTERPRET", str(int(is_interpreted)))
+    found = importlib.util.find_spec(NAME)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    patch.setitem(sys.modules, NAME, module)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(monkeypatch, is_interpreted=True)
+
+
+def leave_garbage(pool: Pool, one: Tokens) -> None:
+    """Behind the last token of a block, where nothing clears it."""
+    offsets = torch.arange(pool.block_size)
+    slots = (torch.tensor(one.blocks)[:, None] * pool.block_size + offsets).flatten()
+    for blocks in pool.memory.by_token:
+        blocks[slots[one.done :]] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("window 1", torch.float32), ("narrow values", torch.bfloat16), ("all", torch.float32)],
+    ids=str,
+)
+def test_decodes_get_what_the_formula_says(
+    interpreted: ModuleType, case: str, dtype: torch.dtype
+) -> None:
+    block_size = 16 if dtype == torch.float32 else 1
+    pool, requests, options = made(CASES[case], dtype, block_size, LENGTHS)
+    for one in requests:
+        pool.step([(one, len(one.q) - 1)], **options)
+        leave_garbage(pool, one)
+    before = pool.memory.keys.clone()
+    found = pool.step_on_device([(one, 1) for one in requests], **options)
+    for one, row in zip(requests, found, strict=True):
+        assert_right(row, one, options)
+        last = len(one.q) - 1
+        place = one.blocks[last // block_size], last % block_size
+        assert_equal(pool.memory.keys[place], one.k[-1])
+        assert_equal(pool.memory.values[place], one.v[-1])
+        before[place] = one.k[-1]
+    assert_equal(pool.memory.keys, before)
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch(
+    interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on the width of the tables, the places of blocks, or which split comes last."""
+    monkeypatch.setattr(interpreted, "_MOST_SPLITS", 2)
+    lengths = (3, 600)
+    pool, requests, _ = made({}, torch.float32, 16, lengths)
+    for one in requests:
+        pool.step([(one, len(one.q) - 1)])
+    together = pool.step_on_device([(one, 1) for one in requests])
+    for seed, (one, row) in enumerate(zip(requests, together, strict=True)):
+        alone = Pool((H, G), torch.float32, 64, seed=seed)
+        again = Tokens(len(one.q), (H, G), torch.float32, seed)
+        alone.step([(again, len(one.q) - 1)])
+        assert_equal(alone.step_on_device([(again, 1)])[0], row)
+
+
+@pytest.mark.parametrize("case", ["window 17", "sinks", "slopes", "wide values", "all"])
+def test_chunks_and_decodes_side_by_side(interpreted: ModuleType, case: str) -> None:
+    """Prompts in chunks, some of one token, and decodes before them, as the engine sends them."""
+    lengths = (17, 100)
+    pool, requests, options = made(CASES[case], torch.float32, 16, lengths)
+    chance, found = random.Random(len(case)), [list[Tensor]() for _ in lengths]
+    waiting = [[min(chance.choice([1, 30, 200]), n), 0] for n in lengths]
+    for cuts, n in zip(waiting, lengths, strict=True):
+        cuts[1:] = [1] * min(2, n - cuts[0])
+        if rest := n - sum(cuts):
+            cuts.insert(1, rest)
+    while any(waiting):
+        # Decodes first.
+        chosen = sorted(
+            (i for i, cuts in enumerate(waiting) if cuts),
+            key=lambda i: not (waiting[i][0] == 1 and requests[i].done),
+        )
+        rows = pool.step_on_device([(requests[i], waiting[i].pop(0)) for i in chosen], **options)
+        for i, own in zip(chosen, rows, strict=True):
+            found[i].append(own)
+    for one, own_rows in zip(requests, found, strict=True):
+        assert_right(torch.cat(own_rows), one, options)
+
+
+def test_what_the_kernel_does_not_take_is_copied(interpreted: ModuleType) -> None:
+    for dtype, width, is_taken in (
+        (torch.float32, 256, True),
+        (torch.float32, 257, False),
+        (torch.float64, 16, False),
+    ):
+        pool = Pool((H, G), dtype, 16, 64, head_dim=width)
+        one = Tokens(5, (H, G), dtype, 0, width)
+        assert interpreted.takes(one.q, pool.memory) == is_taken
+        assert_right(torch.cat([pool.step_on_device([(one, n)])[0] for n in (4, 1)]), one, {})
+
+
+def test_long_prompts_of_changed_scores_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pcomm.inference.attention import on_device
+
+    monkeypatch.setattr(on_device, "_SCORE_BYTES", 4 * H * 300 * 7)
+    pool, (one,), options = made(CASES["all"], torch.float32, 16, (300,))
+    rows = pool.step_on_device([(one, 100)], **options) + pool.step_on_device(
+        [(one, 200)], **options
+    )
+    assert_right(torch.cat(rows), one, options)
+
+
+# -- as it is compiled -----------------------------------------------------------------------
+
+
+def compiled(module: ModuleType, capability: int, softmax: Softmax, window: int | None) -> Any:
+    """For a Llama-8B layer of 8 requests in bf16: what a launch would compile."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import compile as compile_kernel
+    from triton.runtime.jit import create_function_from_signature
+
+    heads, key_heads, width, count = 32, 8, 128, 8
+    numbers = torch.empty(count, (heads + 2 * key_heads) * width, dtype=torch.bfloat16)
+    parts = numbers.split([heads * width, key_heads * width, key_heads * width], 1)
+    q, k, v = (part.view(count, -1, width) for part in parts)
+    pool = torch.empty(64, 16, key_heads, width, dtype=torch.bfloat16)
+    places = (torch.zeros(count, 64, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
+    launch = module.decode_launch(
+        (q, k, v), KVMemory(pool, pool), places, q.new_empty(q.shape), {}, softmax, window
+    )
+    target, kernel = GPUTarget("cuda", capability, 32), module.decode_kernel
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(**launch.arguments)
+    options, *source = kernel._pack_args(backend, {}, bound, specialization, {})
+    return compile_kernel(ASTSource(kernel, *source), target=target, options=vars(options))
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_loads_are_wide_and_in_flight_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module = load(monkeypatch, is_interpreted=False)
+    everything = Softmax(0.1, 30.0, torch.empty(32), torch.empty(32))
+    for softmax, window in ((Softmax(), None), (everything, 1024)):
+        found = compiled(module, capability, softmax, window)
+        ptx = found.asm["ptx"]
+        # Keys and values by 16 bytes for each thread, asynchronously.
+        copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", ptx)
+        assert copies
+        assert {int(size, 16) for size in copies} <= {4, 16}
+        assert copies.count("10") >= 16
+        assert re.search(r"\bmma\.sync|\bwgmma|\btcgen05", ptx)
+        assert re.search(r"atom\.(global\.)?(gpu\.)?acq_rel|atom\.\S*acq_rel", ptx)
+        # No division of integers of 64 bits, which is a subroutine.
+        assert "div.s64" not in ptx
+        assert found.metadata.shared <= 96 << 10
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "capability"),
+    [
+        ("all", torch.bfloat16, 90),
+        ("all", torch.float32, 100),
+        ("widest", torch.bfloat16, 100),
+        ("widest", torch.float32, 90),
+    ],
+    ids=str,
+)
+def test_decodes_are_launched_as_they_were_compiled(
+    monkeypatch: pytest.MonkeyPatch, case: str, dtype: torch.dtype, capability: int
+) -> None:
+    """The driver refuses an argument, a grid or a need of memory that no launch may have."""
+    load(monkeypatch, is_interpreted=False)
+    found: list[tuple[Any, ...]] = []
+    with fake_driver(capability, found):
+        pool, requests, options = made(CASES.get(case, {}), dtype, 16, LENGTHS)
+        if case == "widest":
+            pool = Pool((H, G), dtype, 16, 1024, head_dim=256)
+            requests = [Tokens(length, (H, G), dtype, length, 256) for length in LENGTHS]
+        for one in requests:
+            pool.step([(one, len(one.q) - 1)], **options)
+        pool.step_on_device([(one, 1) for one in requests], **options)
+        # Other numbers of requests, and narrower tables.
+        for one in requests:
+            one.done -= 1
+            pool.step_on_device([(one, 1)], **options)
+    assert [launch[0] for launch in found] == (1 + len(LENGTHS)) * ["decode_kernel"]
