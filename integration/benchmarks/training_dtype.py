@@ -24,7 +24,8 @@ from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.train.trainer import Trainer
 
 # isort: split
-from core_bench.runner import Row, compare, run_benchmark, take_turns
+from core_bench.rows import Row
+from core_bench.runner import compare, run_benchmark, take_turns
 
 MODELS = {"GPT": "A", "GGGA": "GGGA", "Mamba-2": "M"}
 ROUNDS = 7

@@ -23,12 +23,13 @@ from pcomm.integration import build_model, open_run_groups, recipes, validate
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.token_cache import TokenCorpus
 from pcomm.integration.train.run_state import learning_rate
-from pcomm.integration.train.trainer import Trainer, names_that_decay
+from pcomm.integration.train.trainer import Trainer
 
 # The runner of benchmarks is in no wheel.
 sys.path.append(str(Path(__file__).parents[2] / "packages" / "pcomm-core" / "benchmarks"))
 
-from core_bench.runner import Row, compare, run_benchmark, time_cases
+from core_bench.rows import Row
+from core_bench.runner import compare, run_benchmark, time_cases
 
 ROUNDS = 15
 
@@ -85,10 +86,8 @@ def measure() -> Sequence[Row]:
             trainer = Trainer(model, groups, config, batches)
             plain = PlainGPT(config.model, config.data.vocabulary, train.sequence_length)
             plain.copy_from(model)
-            decays = names_that_decay(plain)
-            named = dict(plain.named_parameters())
-            decaying = [parameter for name, parameter in named.items() if name in decays]
-            others = [parameter for name, parameter in named.items() if name not in decays]
+            decaying = [parameter for parameter in plain.parameters() if parameter.dim() >= 2]
+            others = [parameter for parameter in plain.parameters() if parameter.dim() < 2]
             optimizer = AdamW(
                 [
                     {"params": decaying, "weight_decay": train.weight_decay},

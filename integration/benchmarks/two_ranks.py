@@ -22,7 +22,8 @@ from pcomm.integration.data.batches import TrainBatches
 # The runner of benchmarks is in no wheel.
 sys.path.append(str(Path(__file__).parents[2] / "packages" / "pcomm-core" / "benchmarks"))
 
-from core_bench.runner import Row, compare, run_benchmark, take_turns
+from core_bench.rows import Row
+from core_bench.runner import compare, run_benchmark, take_turns
 
 ROUNDS = 7
 STEPS = 5

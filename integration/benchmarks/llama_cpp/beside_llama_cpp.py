@@ -29,7 +29,9 @@ from pcomm.integration.llm import LLM
 # The runner of benchmarks is in no wheel.
 sys.path.append(str(Path(__file__).parents[3] / "packages" / "pcomm-core" / "benchmarks"))
 
-from core_bench.runner import Row, Timing, lines_of, row, save_rows, take_turns
+from core_bench.rows import Row, row, save_rows
+from core_bench.runner import Timing, take_turns
+from core_bench.tables import lines_of
 
 _PROMPT, _MOST_STREAMS = 32, 32
 _SCRIPT = Path(__file__).with_name("streams.mjs")

@@ -8,6 +8,7 @@ run mean much on a machine that others use too.
 from __future__ import annotations
 
 from core_bench.runner import Benchmark, Results
+from serving_bench.pictures import PICTURES
 from serving_bench.settings import QUICK, Settings
 
 
@@ -24,10 +25,9 @@ def _measure(settings: Settings) -> Results:
 
 command = Benchmark(
     "serving",
-    "time models as they are served, beside transformers and beside their kernels alone",
+    "time models as they are served, beside transformers",
     Settings(),
     _measure,
     quick=QUICK,
-    rows="these parts",
-    picture="tokens/s and goals",
+    pictures=PICTURES,
 )

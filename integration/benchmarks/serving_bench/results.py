@@ -1,19 +1,17 @@
-"""What was measured: rows of a CSV, goals beside what was reached, tables and a picture."""
+"""What was measured: rows of a CSV, goals beside what was reached, and tables."""
 
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from core_bench.runner import Results, Row, Timing, draw_lines, lines_of, picture, row
+from core_bench.rows import Row, row
+from core_bench.runner import Results, Timing
+from core_bench.tables import lines_of
 
 
 @dataclass(frozen=True)
@@ -181,57 +179,4 @@ def results_of(measured: Sequence[PartResults]) -> Results:
     for part, several in itertools.groupby(measured, key=lambda found: found.part):
         lines += [f"{part}:", *lines_of([one for found in several for one in found.rows]), ""]
     text = "\n".join(lines) + "\n" + report_of(measured)
-    return Results(rows_of(measured), text, partial(plot_serving, measured))
-
-
-_STREAMS = re.compile(r"(.+) @ .+, threads (?P<threads>\d+), streams (?P<x>\d+)")
-_CONTEXT = re.compile(r"(.+) @ context (?P<x>\d+)")
-
-
-def plot_serving(measured: Sequence[PartResults], image: Path) -> None:
-    """Tokens/s by the streams and by the context, and how near each goal is; what is there.
-
-    Args:
-        measured: Results of the parts.
-        image: File of the PNG; its folder is made if absent.
-    """
-    parts = {found.part for found in measured}
-    rows = [row for row in rows_of(measured) if row.unit == "tokens/s"]
-    drawn: list[Callable[[Any], None]] = []
-    if "streams" in parts:
-        drawn.append(lambda panel: _lines(panel, rows, _STREAMS, "streams"))
-    if "context" in parts:
-        drawn.append(lambda panel: _lines(panel, rows, _CONTEXT, "tokens of context, one stream"))
-    drawn.append(lambda panel: _goals(panel, goals_of(measured)))
-    with picture(image, columns=len(drawn), size=(5.6, 4.6)) as (panels,):
-        for draw, panel in zip(drawn, panels, strict=True):
-            draw(panel)
-
-
-def _lines(panel: Any, rows: Sequence[Row], pattern: re.Pattern[str], label: str) -> None:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for one in rows:
-        if match := pattern.fullmatch(one.case):
-            found = match.groupdict()
-            name = match[1] + (f", threads {found['threads']}" if "threads" in found else "")
-            lines.setdefault(name, []).append((int(found["x"]), one.value))
-    theirs = {name: {"linestyle": "--"} for name in lines if not name.startswith("pcomm")}
-    draw_lines(panel, lines, x=label, y="tokens/s", styles=theirs)
-
-
-def _goals(panel: Any, goals: Sequence[Goal]) -> None:
-    shown = list(reversed(goals))
-    # Above 1 is better than the goal, whichever way it is counted.
-    nearness = [_nearness(goal) for goal in shown]
-    colors = ["tab:green" if goal.is_met else "tab:red" for goal in shown]
-    panel.barh(range(len(shown)), nearness, color=colors)
-    panel.set_yticks(range(len(shown)), [goal.what for goal in shown], fontsize=6)
-    panel.axvline(1.0, color="0.2", linewidth=1)
-    panel.set_xlabel("reached, as a factor of the goal (more is better)")
-
-
-def _nearness(goal: Goal) -> float:
-    """How many times as good as the goal, at most 5, so that bars of others can be read."""
-    if not goal.is_most:
-        return min(goal.reached / goal.limit, 5.0)
-    return min(goal.limit / max(goal.reached, 1e-9), 5.0)
+    return Results(rows_of(measured), text)

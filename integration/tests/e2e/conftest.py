@@ -91,6 +91,6 @@ def start(started: Programs) -> Callable[..., subprocess.Popen[str]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def run(program: str, *words: object, **options: Any) -> subprocess.Popen[str]:
-        return started.start(programs[program], *words, env=environment, **options)
+        return started.start(programs.get(program, program), *words, env=environment, **options)
 
     return run

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,9 @@ def test_a_batch_that_is_larger_than_all_memory(train, tmp_path, capsys):
         ("--ranks=-2", "pcomm train --ranks -2: a number below 1"),
         ("--resilient", "train --resilient: --ranks 1\nWhen the only rank dies"),
         ("--config absent.toml", "configuration file absent.toml: No such file"),
+        ("--dry-run --cluster absent.toml", "--cluster: configuration file absent.toml: No such"),
+        ("--log-file absent/log.txt", "--log-file absent/log.txt: no folder absent"),
+        ("--log-file .", "--log-file .: a folder"),
     ],
 )
 def test_words_that_do_not_fit_together(train, tmp_path, capsys, words, message):
@@ -89,6 +94,25 @@ def test_ranks_inside_a_launcher(train, tmp_path, capsys, monkeypatch):
     assert "--ranks 2: WORLD_SIZE=2" in message
 
 
+def test_torchrun_shows_the_error_once_and_last(start, config_file, tmp_path):
+    """Its own traceback comes before; the other rank only says that it ends with the first."""
+    script = Path(sysconfig.get_path("scripts"), "pcomm")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script]
+    words = ["train", "--config", config_file, "--out", tmp_path / "run"]
+    absent = ["--set", f"data.path={tmp_path}/absent.txt"]
+    process = start("python", *launcher, *words, *absent)
+    _, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
+    assert process.returncode == 1
+    head, _, cause = logged.rpartition("Root Cause")
+    assert "ConfigError: " in cause
+    assert "absent.txt" in cause
+    # Its own, or of the signal by which torchrun ends it where the other rank was faster.
+    assert re.search(r"exitcode  : (2|-15)\b", cause)
+    fix = cause.splitlines()[-2].strip()
+    assert len(fix) > 20
+    assert fix not in head
+
+
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "sources"
@@ -96,7 +120,7 @@ def sources(tmp_path: Path) -> Path:
     (folder / "blank.txt").write_text(" \n")
     (folder / "one.txt").write_text("1")
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    (folder / "no-text.txt").write_bytes(b"\xff\xfe\x00\x01")
+    (folder / "no-text.txt").write_bytes(b"\xff\xfa\x00\x01")
     return folder
 
 
@@ -148,15 +172,20 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(start, config_file, tmp_
 
 
 def test_a_mistake_is_reported_without_waiting_for_torch(config_file, tmp_path):
-    code = (
-        "import sys\n"
-        "from pcomm.core.cli import main\n"
-        f"code = main(['train', '--config', {str(config_file)!r}, '--out', {str(tmp_path)!r},"
-        " '--set', 'train.stesp=1'])\n"
-        "sys.exit(3 if 'torch' in sys.modules else code)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
-    )
-    assert (run.returncode, run.stdout) == (2, "")
-    assert "Did you mean 'steps'" in run.stderr
+    for file, setting, message, late in (
+        (config_file, "train.stesp=1", "Did you mean 'steps'", "torch"),
+        # And what is no file without waiting for the configuration.
+        ("absent.toml", "train.steps=1", "configuration file absent.toml", "pydantic"),
+    ):
+        code = (
+            "import sys\n"
+            "from pcomm.core.cli import main\n"
+            f"code = main(['train', '--config', {str(file)!r}, '--out', {str(tmp_path)!r},"
+            f" '--set', {setting!r}])\n"
+            f"sys.exit(3 if {late!r} in sys.modules else code)\n"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
+        )
+        assert (run.returncode, run.stdout) == (2, ""), run.stderr
+        assert message in run.stderr

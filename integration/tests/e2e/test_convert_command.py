@@ -37,7 +37,11 @@ def test_transformers_loads_what_a_run_becomes(option, dtype, run, tmp_path, cap
     out = tmp_path / "out"
     words = [] if option is None else ["--dtype", option]
     assert main(["convert", str(run), "--out", str(out), *words]) == 0
-    assert f"{out}  a llama model" in capsys.readouterr().out
+    first, *files, last = capsys.readouterr().out.splitlines()
+    assert first == f"{out}  a llama model, which transformers loads:"
+    written = {file.name: f"{file.stat().st_size:,}" for file in out.iterdir()}
+    assert {name: size for name, size, _ in map(str.split, files)} == written
+    assert last == f"pcomm serve {out}  serves it"
     with safe_open(out / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {dtype}  # noqa: SIM118
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

@@ -123,7 +123,7 @@ def test_text_is_shown_while_it_is_written(run, monkeypatch):
     assert main(["generate", str(run), *words]) == 0
     prompt, *parts, newline, summary = shown
     assert (prompt, newline) == ("word1", "")
-    assert str(summary).startswith("9 tokens in ")
+    assert re.fullmatch(r"9 tokens, [\d.]+ tokens/s", str(summary))
     assert len(parts) == 9
     assert all(parts)
 
@@ -132,14 +132,15 @@ def test_two_ranks_write_what_one_does(run, capfd):
     settings = "--prompt word1 --max-tokens 20 --temperature 0.5"
     words = ["generate", str(run), *settings.split()]
     assert main(words) == 0
-    alone = capfd.readouterr().out
-    assert main([*words, "--ranks", "2"]) == 0
+    alone, alone_said = capfd.readouterr()
+    assert re.fullmatch(r"\d+ tokens?, [\d.]+ tokens/s\n", alone_said)
+    assert main([*words, "--ranks", "2", "--stats"]) == 0
     printed, logged = capfd.readouterr()
     assert printed == alone
     # One rank says how fast it was, and of its share alone.
     (line,) = logged.splitlines()
     assert re.fullmatch(
-        r"\d+ tokens in [\d.]+ s; a decode step [\d.]+ [mu]s, floor [\d.]+ [mu]s "
+        r"\d+ tokens, [\d.]+ tokens/s; a decode step [\d.]+ [mu]s, floor [\d.]+ [mu]s "
         r"\([\d.]+ [kM]B at [\d.]+ [GM]B/s\), ratio [\d.e-]+; "
         r"host: schedule \d+ us, batch \d+ us, model \d+ us, sample \d+ us, outputs \d+ us",
         line,
@@ -157,6 +158,10 @@ def test_a_directory_of_transformers_is_a_model_too(run, tmp_path, capsys):
         with torch.inference_mode():
             tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert text["token_ids"] == tokens[3:]
+    for ranks in (1, 2):
+        with LLM(tmp_path, ranks=ranks, memory_bytes=2**22) as llm:
+            assert llm.loaded.num_parameters == theirs.num_parameters()
+            assert llm.dtype == theirs.dtype
 
 
 # -- what cannot be written from -------------------------------------------------------------
@@ -177,18 +182,24 @@ NUMBERS = (
 )
 
 
-def test_a_folder_without_a_run(tmp_path, capsys):
+def test_a_folder_without_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
     assert f"model {tmp_path}: neither a checkpoint" in refused(capsys, tmp_path)
     absent = tmp_path / "absent"
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    for path, found in (
-        (absent, "no such folder"),
-        (Path("HuggingFaceTB/SmolLM2-135M"), "no such folder"),
-        (tmp_path / "tiny.gguf", "a GGUF file"),
+    hub = Path("HuggingFaceTB/SmolLM2-135M")
+    for path, found, told in (
+        (absent, "no such folder", "NAME --local-dir DIR"),
+        (hub, "no such folder", f"{hub} --local-dir models/SmolLM2-135M"),
+        # A run that is not there is no model of the hub, nor is what lies beside other folders.
+        (Path("runs/nope"), "no such folder", "NAME --local-dir DIR"),
+        (Path("tests/nope"), "no such folder", "NAME --local-dir DIR"),
+        (tmp_path / "tiny.gguf", "a GGUF file", "NAME --local-dir DIR"),
     ):
         message = refused(capsys, path)
         assert f"model {path}: {found}" in message
-        assert "hf download NAME --local-dir DIR" in message
+        assert f"hf download {told}" in message
         assert "GGUF is not read" in message
 
 

@@ -1,4 +1,4 @@
-"""`pcomm train --resilient` and `--join`, as users type them: a rank is killed and comes back."""
+"""`pcomm train --resilient` as users and launchers start it: ranks, and the store, are killed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import re
 import shlex
 import signal
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pcomm.core.testing.programs import PATIENCE_S, scaled_s, wait_until
+from pcomm.core.testing.programs import PATIENCE_S, free_port, scaled_s, wait_until
 from pcomm.integration.checkpoint.folders import newest
 
+PCOMM = Path(sysconfig.get_path("scripts"), "pcomm")
 # Far more steps than are done before the signal, and no checkpoint before it.
 ENDLESS = ["train.steps=1000000", "checkpoint.every=end", "train.eval_every=none"]
 ON_FOUR = ["parallel.dp=2", "parallel.tp=2", "train.schedule=constant"]
@@ -37,9 +39,11 @@ def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_togethe
         os.kill(int(dict(processes)[rank]), signal.SIGKILL)
     wait_for_row(out, launcher, ranks=2)
 
-    told = re.search(r"comes back by: pcomm (.*)", log.read_text())
+    told = re.search(r"comes back by the same command with: (.*)", log.read_text())
     assert told is not None, log.read_text()
-    back = start("pcomm", *shlex.split(told[1].replace("--rank R", "--rank 0")))
+    again = shlex.split(told[1].replace("--rank R", "--rank 0"))
+    with (tmp_path / "back").open("w") as stderr:
+        back = start("pcomm", "train", "--resilient", *words, *again, stderr=stderr)
     wait_for_row(out, launcher, ranks=3, after=2)
 
     launcher.send_signal(signal.SIGINT)
@@ -55,6 +59,68 @@ def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_togethe
     counts = [row["ranks"] for row in found]
     # The two may have died in different steps.
     assert [count for count, _ in itertools.groupby(counts)] in ([4, 2, 3], [4, 3, 2, 3])
+
+
+def test_ranks_of_a_launcher_come_back_by_themselves_and_outlive_their_store(
+    start, config_file, tmp_path
+):
+    """Each process is started again as Slurm and Kubernetes do; the store dies and comes back."""
+    out, port = tmp_path / "run", free_port()
+    keys = [*ENDLESS, "checkpoint.every=20", "parallel.dp=2", "train.schedule=constant"]
+    overrides = [word for item in keys for word in ("--set", item)]
+    words = ["train", "--resilient", "--config", config_file, "--out", out, *overrides]
+
+    def rank(number: int) -> subprocess.Popen[str]:
+        own = {
+            "SLURM_PROCID": str(number),
+            "SLURM_NTASKS": "2",
+            "PCOMM_STORE": f"localhost:{port}",
+            "OMP_NUM_THREADS": "1",
+        }
+        with (tmp_path / f"log{number}").open("a") as log:
+            options = {"stderr": log, "stdout": log}
+            return start("env", *[f"{k}={v}" for k, v in own.items()], PCOMM, *words, **options)
+
+    def logs() -> str:
+        return "\n".join((tmp_path / f"log{n}").read_text() for n in range(2))
+
+    # They are there before the store is.
+    ranks = [rank(0), rank(1)]
+    store = start("pcomm", "store", "--port", port)
+    wait_for_row(out, ranks[0], ranks=2)
+    ranks[1].kill()
+    ranks[1].wait()
+    wait_for_row(out, ranks[0], ranks=1)
+    ranks[1] = rank(1)
+    wait_for_row(out, ranks[0], ranks=2, after=1)
+    wait_until(lambda: newest(out) is not None, "a checkpoint")
+    # The store dies; the same ranks at a new one of its address go on, here to an end.
+    store.kill()
+    for process in ranks:
+        process.communicate(timeout=scaled_s(PATIENCE_S))
+    assert [process.returncode for process in ranks] == [75, 75], logs()
+    last = newest(out)
+    assert last is not None
+    words += ["--set", f"train.steps={last.step + 30}"]
+    store = start("pcomm", "store", "--port", port)
+    ranks = [rank(0), rank(1)]
+    for process in ranks:
+        process.communicate(timeout=scaled_s(PATIENCE_S))
+    assert [process.returncode for process in ranks] == [0, 0], logs()
+    assert [row["step"] for row in rows(out)] == list(range(1, last.step + 31))
+    # A process that its launcher starts once more finds that the run is done.
+    late = rank(1)
+    # And another job at the store is refused.
+    told = [f"PCOMM_STORE=localhost:{port}", "RANK=0", "WORLD_SIZE=2", "OMP_NUM_THREADS=1"]
+    other = start("env", *told, PCOMM, *words, "--set", "train.seed=5")
+    late.communicate(timeout=scaled_s(PATIENCE_S))
+    _, refused = other.communicate(timeout=scaled_s(PATIENCE_S))
+    assert (late.returncode, other.returncode) == (0, 2)
+    assert "the run was done before" in logs()
+    assert "that of another job: train.seed is 5 here and 0 there" in refused
+    store.terminate()
+    store.communicate(timeout=scaled_s(PATIENCE_S))
+    assert store.returncode == 0
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,27 @@ def begin_stream(url: str, **fields: Any) -> tuple[Any, Any]:
 
 
 def url_from(process: subprocess.Popen[str]) -> str:
-    """The address that the server has printed."""
+    """The address that the server has printed, of its API and of its page."""
     assert process.stdout is not None
-    name, at, url = process.stdout.readline().split()
-    assert (name, at) == ("run", "at")
-    assert url.startswith("http://127.0.0.1:")
-    return url
+    api = process.stdout.readline()
+    page = process.stdout.readline()
+    found = re.fullmatch(r'OpenAI API (http://127\.0\.0\.1:\d+)/v1, model "run"\n', api)
+    assert found, api
+    assert page == f"chat page  {found[1]}/\n"
+    return found[1]
+
+
+def said_afterwards(said: str) -> list[str]:
+    """The lines on stderr behind those that say what was loaded, where, and how it is used."""
+    loading, what, where, template, *rest = said.splitlines()
+    assert re.fullmatch(r"loading /.*/run \.\.\.", loading)
+    assert re.fullmatch(r"run: [\d,]+ parameters in float32, from /.*/run, step 2", what)
+    assert re.fullmatch(
+        r"on cpu, (1 process|2 processes); context of [\d,]+ tokens; [\d.]+ MiB for states", where
+    )
+    assert template.startswith("This model has no chat template")
+    assert template.endswith("/run --prompt TEXT` asks for that.")
+    return rest
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -75,9 +92,10 @@ def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run, start):
     assert done == "data: [DONE]"
     code, logged = ended(process)
     assert code == 0
-    # The log ends with how fast it was.
-    *_, line = logged.splitlines()
-    assert line.startswith("300 tokens; a decode step ")
+    # The log ends with what was written.
+    usage, *_, line = said_afterwards(logged)
+    assert usage == "Ctrl-C ends the server."
+    assert line == "300 tokens"
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
@@ -99,7 +117,7 @@ def test_a_line_for_each_request_says_what_it_cost_and_nothing_of_a_text(run, st
     process.send_signal(signal.SIGTERM)
     code, logged = ended(process)
     assert code == 0
-    *lines, _ = logged.splitlines()
+    _, *lines, _ = said_afterwards(logged)
     found = [dict(pair.split("=", 1) for pair in line.split(" ")) for line in lines]
     names = ["method", "path", "status", "prompt_tokens", "completion_tokens", "request_id"]
     completions, prompt = "/v1/completions", str(answer["usage"]["prompt_tokens"])
@@ -137,13 +155,61 @@ def test_what_does_not_end_in_time_is_told_so(run, capsys):
         return last.removeprefix("data: ")
 
     options = ["--max-model-len", "10000000", "--shutdown-s", "0.2", "--memory-mib", "4"]
-    options += ["--no-access-log"]
+    options += ["--no-access-log", "--stats"]
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(last_line)
         assert main(["serve", str(run), "--port", str(port), *options]) == 0
     assert json.loads(told.result())["error"]["code"] == "unavailable"
-    # Without a log of requests it is the line on speed.
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    # Without a log of requests, and with the line on speed.
+    _, speed = said_afterwards(capsys.readouterr().err)
+    assert re.match(r"\d+ tokens?; a decode step ", speed)
+
+
+def test_a_server_that_drains_says_so_ends_what_it_has_and_takes_no_more(run):
+    port = free_port()
+    url, get = f"http://127.0.0.1:{port}", partial(httpx.get, timeout=600)
+
+    def status(path: str) -> int:
+        with contextlib.suppress(httpx.ConnectError):
+            return int(get(f"{url}/{path}").status_code)
+        return 0
+
+    def play() -> None:
+        wait_until(lambda: status("ready") == 200, "the server")
+        try:
+            context, lines = begin_stream(url, max_tokens=10**7)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: status("ready") == 503, "a server that drains")
+        assert get(f"{url}/ready").json() == {"status": "draining"}
+        assert status("health") == 200
+        body = {"model": "run", "prompt": "word1", "max_tokens": 2}
+        for path in ("completions", "chat/completions"):
+            refused = httpx.post(f"{url}/v1/{path}", json=body, timeout=600)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "unavailable"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["connection"] == "close"
+        assert status("v1/models") == 200
+        told = get(f"{url}/metrics").text
+        for line in (
+            'pcomm:ready{model_name="run"} 0.0',
+            'pcomm:draining{model_name="run"} 1.0',
+            'pcomm:requests_under_way{model_name="run"} 1.0',
+            'pcomm:requests_refused_total{model_name="run",reason="draining"} 2.0',
+            'pcomm:requests_refused_total{model_name="run",reason="failed"} 0.0',
+        ):
+            assert line in told.splitlines()
+        # The one under way goes on; the server ends with it, long before its limit.
+        for _ in range(20):
+            assert "error" not in json.loads(next(lines).removeprefix("data: "))
+        context.__exit__(None, None, None)
+
+    options = ["--max-model-len", "10000000", "--shutdown-s", "1000000", "--memory-mib", "4"]
+    with ThreadPoolExecutor(1) as pool:
+        played = pool.submit(play)
+        assert main(["serve", str(run), "--port", str(port), *options]) == 0
+        played.result()
 
 
 def test_a_killed_server_leaves_no_process(run, start, started):
@@ -174,7 +240,7 @@ def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(run, monkey
         assert asyncio.run(started(Service(llm, ServeSettings(model_name="run")))) == (True, "ok")
 
 
-@pytest.mark.parametrize(("is_lost", "code"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("is_lost", "code"), [(False, 0), (True, 75)])
 def test_the_exit_code_tells_that_the_model_had_failed(is_lost, code, run, monkeypatch, capsys):
     error = PeerError("step", found="a rank that died", why="It is gone.", fix="Start again.")
 
@@ -185,7 +251,7 @@ def test_the_exit_code_tells_that_the_model_had_failed(is_lost, code, run, monke
     monkeypatch.setattr("pcomm.integration.serve.server.serve", stopped)
     assert main(["serve", str(run), "--port", "0", "--memory-mib", "4"]) == code
     said = capsys.readouterr().err
-    assert ("the model had failed: PeerError: step: a rank that died" in said) == is_lost
+    assert ("pcomm serve: the model has failed: a rank that died" in said) == is_lost
 
 
 def test_two_servers_that_start_together_do_not_share_a_port():
@@ -202,7 +268,8 @@ def test_two_servers_that_start_together_do_not_share_a_port():
 def test_an_address_in_use_is_found_before_the_model_is_read(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        # The folder has no model, which would be an error, too.
+        # The model cannot be read, which would be an error, too.
+        (tmp_path / "config.json").write_text("{}")
         assert main(["serve", str(tmp_path), "--port", port]) == 2
     assert f"127.0.0.1 port {port}" in capsys.readouterr().err
 
@@ -250,7 +317,8 @@ def test_chat_answers_each_line_of_a_pipe_with_all_before_it_in_mind(
             expected += answer + "\n"
     printed = capsys.readouterr()
     assert printed.out == expected
-    assert printed.err.startswith("12 tokens; a decode step ")
+    (speed,) = said_afterwards(printed.err)
+    assert re.fullmatch(r"12 tokens, [\d.]+ tokens/s", speed)
 
 
 def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(run, monkeypatch, capsys):
@@ -264,7 +332,7 @@ def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(run, monk
         return code, printed.out, printed.err
 
     code, expected, said = talk(b"word1\nword2\n")
-    assert (code, len(said.splitlines())) == (0, 1)
+    assert (code, len(said_afterwards(said))) == (0, 1)
     code, found, said = talk(b"word1\n" + b"word " * 100 + b"\nword \xff\xfe\nword2\n")
     assert (code, found) == (2, expected)
     assert "max_model_len is 64" in said
@@ -286,16 +354,58 @@ def test_a_conversation_that_has_outgrown_the_model_says_so_and_a_new_one_goes_o
 
     code, once, said = talk("word1")
     # The last line is that of the speed.
-    assert (code, len(said.splitlines())) == (0, 1)
+    assert (code, len(said_afterwards(said))) == (0, 1)
     # The second answer has no room left for its 30 tokens, the third message none at all.
-    code, found, said = talk("word1", "word1", "word1", " /new ", "word1")
+    code, found, said = talk("word1", "word1", "word1", "/new ", "word1")
     assert code == 2
     assert found.startswith(once)
     assert found.endswith(once)
     assert "has 120 tokens, the most of this model, and the answer is cut off" in said
-    assert "tokens with this message, and the model reads 119" in said
+    assert "tokens with this message; the model reads 119" in said
     assert said.count("Type /new") == 2
     # A message that no conversation has room for is another matter.
     code, found, said = talk("word1", "word " * 300)
     assert (code, found) == (2, once)
     assert "Type /new" not in said
+
+
+def test_words_of_a_chat_are_no_messages_and_unknown_ones_are_refused(run, monkeypatch, capsys):
+    options = ["--max-tokens", "4", "--temperature", "0", "--memory-mib", "4"]
+
+    def talk(*lines: str) -> tuple[int, str, list[str]]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        code = main(["chat", str(run), *options])
+        printed = capsys.readouterr()
+        return code, printed.out, said_afterwards(printed.err)
+
+    code, expected, _ = talk("word1", " /hlep", "/etc/hosts")
+    assert code == 0
+    words = ("word1", "/help", "/hlep me", "/exit now", " /hlep", "/etc/hosts")
+    for leave in ("/quit", "/bye", "/exit"):
+        code, found, said = talk(*words, leave, "word2")
+        # As if the words had not been there, and nothing is read behind the last one.
+        assert (code, found) == (2, expected)
+    new, help_, leave, unknown, not_alone, _ = said
+    assert [line.split()[0] for line in (new, help_, leave)] == ["/new", "/help", "/exit"]
+    assert unknown.startswith("/hlep: no such word. There are /new, /help, /exit;")
+    assert not_alone.startswith("/exit: it stands alone on its line.")
+
+
+@pytest.mark.parametrize("leave", [b"\x04", b"/exit\n"], ids=["Ctrl-D", "/exit"])
+def test_a_chat_at_a_terminal_says_how_it_is_used_and_left(leave, run, start):
+    ours, theirs = os.openpty()
+    options = ["--max-tokens", "3", "--memory-mib", "4"]
+    process = start("pcomm", "chat", run, *options, stdin=theirs, stdout=theirs)
+    os.close(theirs)
+    told = iter(process.stderr.readline, "")
+    assert any("/help lists what else there is, Ctrl-D leaves" in line for line in told)
+    os.write(ours, b"word1\n")
+    # Ctrl-D means the end only where it is typed at the beginning of a line that is waited for.
+    shown = b""
+    while shown.count(b"> ") < 2:
+        shown += os.read(ours, 1024)
+    os.write(ours, leave)
+    _, said = process.communicate(timeout=scaled_s(PATIENCE_S))
+    os.close(ours)
+    assert process.returncode == 0
+    assert re.search(r"\b3 tokens, [\d.]+ tokens/s\n\Z", said)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,70 +38,81 @@ class Fault:
         step: Number of the step, from 0; for the number of steps, the fault is there when the last
             checkpoint is due, and a signal.
         place: Place in the step: the rank sends itself a signal in the middle of backward, or
-            after the step is applied and before its row is written; or its commit ends with an
-            error although all ranks apply the step.
+            after the step is applied and before its row is written, or when the checkpoint behind
+            it is due; or its commit ends with an error although all ranks apply the step.
         joins_at: Step at whose beginning the others wait until a process has asked to join; None
             if none will.
+        joins: Number of processes that have asked by then.
         number: The signal.
     """
 
     rank: int
     step: int
-    place: Literal["backward", "row", "commit"] = "backward"
+    place: Literal["backward", "row", "commit", "save"] = "backward"
     joins_at: int | None = None
+    joins: int = 1
     number: int = signal.SIGKILL
 
 
-def faulty_rank(place: RankPlace, config: Config, run_dir: Path, fault: Fault) -> Outcome:
-    """One rank of a resilient run in fp64 with a fault; a task of `ResilientRanks`.
+def faulty_rank(place: RankPlace, config: Config, run_dir: Path, *faults: Fault) -> Outcome:
+    """One rank of a resilient run in fp64 with faults; a task of `ResilientRanks`.
 
     Args:
         place: Place of this process.
         config: The configuration.
         run_dir: Folder of the run, with its tokens.
-        fault: Signal, rank and step of the fault.
+        faults: Signal, rank and step of each fault; at most one for each rank.
     """
     resolved = validate_resilient(config, place.size)
     # Its launcher tells of each end. A rank that is slow on a busy machine is not a dead one.
     timeouts = Timeouts(heartbeat_s=0.1, dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
     stream = io.StringIO()
     run = _FaultyRun(place, resolved, run_dir, stream, dtype=torch.float64, timeouts=timeouts)
-    run.fault = fault
+    run.faults = faults
     return run.go()
 
 
+def _strike(number: int, *_: object) -> None:
+    os.kill(os.getpid(), number)
+
+
 class _FaultyRun(ResilientRun):
-    fault: Fault
+    faults: tuple[Fault, ...]
 
     def _step(
         self, session: Session, attempt: Attempt, saver: GatheredSaver, interrupt: Interrupt
     ) -> None:
-        fault, step = self.fault, session.step
-        if step == fault.joins_at:
-            store = self.place.store()
-            # Not their number, which is there before what they ask for.
-            while not store.check(["pcomm/session/join/1"]):
-                time.sleep(_PAUSE_S)
-        if self._is_at_fault(step) and fault.place == "backward":
+        step = session.step
+        for fault in self.faults:
+            if step == fault.joins_at:
+                store = self.place.store()
+                # Not their number, which is there before what they ask for.
+                while not store.check([f"pcomm/session/join/{fault.joins}"]):
+                    time.sleep(_PAUSE_S)
+        if own := self._at_fault(step, "backward"):
             norm: Tensor = session.model.norm.weight  # type: ignore[assignment, union-attr]
-            norm.register_hook(lambda _: os.kill(os.getpid(), fault.number))
-        if self._is_at_fault(step) and fault.place == "commit":
+            norm.register_hook(partial(_strike, own.number))
+        if self._at_fault(step, "commit"):
             attempt = _BreaksAfterCommit(session._step_end)
+        if own := self._at_fault(step, "save"):
+            saver.save = partial(_strike, own.number)  # type: ignore[method-assign]
         super()._step(session, attempt, saver, interrupt)
 
     def _write(self, session: Session, row: dict[str, float]) -> None:
-        if self._is_at_fault(int(row["step"]) - 1) and self.fault.place == "row":
-            os.kill(os.getpid(), self.fault.number)
+        if own := self._at_fault(int(row["step"]) - 1, "row"):
+            os.kill(os.getpid(), own.number)
         super()._write(session, row)
 
     def _end(self, session: Session, saver: GatheredSaver) -> None:
-        if self._is_at_fault(session.step):
-            os.kill(os.getpid(), self.fault.number)
+        if own := self._at_fault(session.step, "backward"):
+            os.kill(os.getpid(), own.number)
         super()._end(session, saver)
 
-    def _is_at_fault(self, step: int) -> bool:
-        fault = (self.fault.rank, self.fault.step, 0)
-        return (self.place.rank, step, self.place.incarnation) == fault
+    def _at_fault(self, step: int, place: str) -> Fault | None:
+        """The fault of this process at a place of a step, if it has one."""
+        own = (self.place.rank, step, self.place.incarnation, place)
+        found = (one for one in self.faults if (one.rank, one.step, 0, one.place) == own)
+        return next(found, None)
 
 
 class _BreaksAfterCommit(Attempt):

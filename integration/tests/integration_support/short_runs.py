@@ -16,11 +16,12 @@ from torch import Tensor
 
 from pcomm.core import connect
 from pcomm.core.checkpoint import ShardView
-from pcomm.integration import metrics, recipes
+from pcomm.integration import recipes
 from pcomm.integration.config.rules import validate
 from pcomm.integration.config.sections import Config, ParallelConfig
 from pcomm.integration.config.toml import apply_overrides
 from pcomm.integration.data.preparation import open_prepared, prepare
+from pcomm.integration.metrics import sinks
 from pcomm.integration.parallelize import build_model, open_run_groups
 from pcomm.integration.train import run as run_module
 from pcomm.integration.train.loop import batches_of
@@ -28,6 +29,7 @@ from pcomm.integration.train.run import Outcome, run_training
 from pcomm.integration.train.trainer import Trainer
 
 __all__ = [
+    "NUMBERS",
     "PATTERNS",
     "UNEVEN_SIZES",
     "Steps",
@@ -62,12 +64,16 @@ UNEVEN_SIZES: Mapping[str, int] = {
 """Keys of `[model]` with five units in each mixer, which 2, 3 and 4 ranks share unevenly."""
 
 
+NUMBERS = ("loss", "grad_norm", "train_bits_per_byte")
+"""What tests compare of the row of a step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """What some steps leave on this rank.
 
     Args:
-        rows: Loss and gradient norm of each step, which do not depend on the clock.
+        rows: `NUMBERS` of each step, which do not depend on the clock.
         views: This rank's part of every tensor that a checkpoint would hold, by name.
     """
 
@@ -99,18 +105,21 @@ def tiny_config(
     )
 
 
-def write_words(folder: Path, *, documents: int = 60) -> str:
-    """Write documents that repeat few words into `folder`; returns the glob of them. Local."""
+def write_words(folder: Path, *, documents: int = 60, shortest: int = 5) -> str:
+    """Write documents that repeat few words into `folder`; returns the glob of them. Local.
+
+    Each has a word more than the one before it, and the first has `shortest`.
+    """
     folder.mkdir(exist_ok=True)
     for number in range(documents):
-        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
+        words = [f"word{(number * 7 + n * n) % 31}" for n in range(shortest + number)]
         (folder / f"{number}.txt").write_text(" ".join(words))
     return f"{folder}/*.txt"
 
 
-def prepare_words(folder: Path, *, documents: int = 60) -> Path:
-    """`folder` with tokens of documents that repeat few words; their text is in `text`. Local."""
-    glob = write_words(folder / "text", documents=documents)
+def prepare_words(folder: Path, *, documents: int = 60, shortest: int = 5) -> Path:
+    """`folder` with tokens of what `write_words` writes; their text is in `text`. Local."""
+    glob = write_words(folder / "text", documents=documents, shortest=shortest)
     prepare(dataclasses.replace(recipes.tiny().data, path=(glob,)), folder)
     return folder
 
@@ -139,7 +148,7 @@ def train_quietly(config: Config, run_dir: Path, *, must_restart: bool = False) 
     """
     with (
         patch.object(run_module, "draw_loss", lambda run_dir: None),
-        patch.object(metrics, "open_tensorboard", lambda *_, **__: None),
+        patch.object(sinks, "open_tensorboard", lambda *_, **__: None),
     ):
         return run_training(config, run_dir, must_restart=must_restart, stream=io.StringIO())
 
@@ -168,7 +177,7 @@ def train_steps(config: Config, run_dir: Path, dtype: torch.dtype, steps: int) -
     with open_trainer(config, run_dir, dtype) as trainer:
         rows = [trainer.step(index).row for index in range(steps)]
         views = {name: view.clone() for name, view in trainer.shard_views().items()}
-    return Steps([[row["loss"], row["grad_norm"]] for row in rows], views)
+    return Steps([[row[key] for key in NUMBERS] for row in rows], views)
 
 
 def worst_difference(views: dict[str, ShardView], whole: dict[str, Tensor]) -> tuple[float, str]:
@@ -219,7 +228,7 @@ def tiny_run(folder: Path, pattern: str, *overrides: str) -> Path:
     return run
 
 
-_KEYS = ("loss", "balance_loss", "bits_per_byte")
+_KEYS = ("loss", "train_bits_per_byte", "balance_loss", "bits_per_byte")
 # A unit in the last place of a loss in fp32, where two orders of a sum agree by chance.
 _UNIT = 1e-6
 

@@ -255,7 +255,7 @@ def test_without_evaluation_nothing_is_evaluated(text, tmp_path, monkeypatch):
     outcome = run_words(text, tmp_path / "run", "train.eval_every=none")
     assert outcome == Outcome(4, None, is_interrupted=False)
     rows = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert "bits_per_byte" not in rows
+    assert '"bits_per_byte"' not in rows
     assert rows.count('"loss"') == 4
     # The same run, from its last checkpoint.
     monkeypatch.undo()

@@ -82,7 +82,7 @@ def trainer_of(
 def first_gradients(name: str, parallel: ParallelConfig, run_dir: Path) -> dict[str, Tensor]:
     """Whole gradients of the first step, and the nats of this rank's tokens."""
     with trainer_of(name, parallel, run_dir) as trainer:
-        nats, _ = trainer.accumulate(0)
+        nats = trainer.accumulate(0).nats
         return {**trainer.replicas.sharded.full_gradients(), "nats": nats}
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from core_bench.runner import Row
+from core_bench.rows import Row
 from serving_bench.command import command
 from serving_bench.settings import PARTS, QUICK
 
@@ -18,7 +18,7 @@ def test_rows_of_every_part_name_what_they_are_compared_with_and_no_token_is_los
         pytest.importorskip(package, reason="the benchmark stands on it")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    names = {"--csv": "rows.csv", "--plot": "new/goals.png", "--report": "new/report.md"}
+    names = {"--csv": "rows.csv", "--plot": "new", "--report": "new/report.md"}
     paths = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
     assert command.run(parser.parse_args(["--quick", *paths])) == 0
     with (tmp_path / "rows.csv").open(newline="") as file:
@@ -44,4 +44,4 @@ def test_rows_of_every_part_name_what_they_are_compared_with_and_no_token_is_los
     assert lost == [0]
     report = (tmp_path / "new" / "report.md").read_text().splitlines()
     assert sum(line.endswith(("| yes |", "| no |")) for line in report) == 10
-    assert (tmp_path / "new" / "goals.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "serving.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -130,6 +132,33 @@ def test_an_index_that_leads_out_of_the_folder(checkpoint, name):
         entry.relative_path = name
     with_valid_checksums(checkpoint, ".metadata", pickle.dumps(index))
     with pytest.raises(ConfigError, match="outside of its folder"):
+        check_index(checkpoint)
+
+
+class EarlierPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2, that of Debian 12, does: by their names."""
+
+    def reducer_override(self, obj: object) -> object:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_an_index_that_an_earlier_python_wrote(checkpoint):
+    theirs = FileSystemReader(checkpoint.folder).read_metadata()
+    content = io.BytesIO()
+    EarlierPickler(content).dump(theirs)
+    assert b"getattr" in content.getvalue()
+    with_valid_checksums(checkpoint, ".metadata", content.getvalue())
+    check_index(checkpoint)
+    ours = SafeReader(checkpoint.folder).read_metadata()
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(dcp.metadata._MEM_FORMAT_ENCODING, "mro"), (dcp.Metadata, "__init__")]
+)
+def test_nothing_else_is_asked_for_by_its_name(checkpoint, kind, name):
+    with_valid_checksums(checkpoint, ".metadata", pickle.dumps(Malice(getattr, kind, name)))
+    with pytest.raises(ConfigError, match=rf"it asks for '{name}' of .*, which no index does"):
         check_index(checkpoint)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.config.sections import DataConfig
-from pcomm.integration.data import building
+from pcomm.integration.data import building, preparation
 from pcomm.integration.data.preparation import build_beside, open_prepared, prepare
 from pcomm.integration.data.token_cache import write_tokens
 from pcomm.integration.files import atomic_write
@@ -29,10 +29,11 @@ def data(tmp_path):
 
 
 def _snapshot(run_dir):
+    """All files but the one that only says when the corpus was last looked at."""
     return {
         str(path.relative_to(run_dir)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(run_dir.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != "read.json"
     }
 
 
@@ -303,6 +304,26 @@ def test_empty_documents_are_skipped_and_counted(data, tmp_path):
     assert open_prepared(tmp_path / "run").num_empty == 2
 
 
+def test_it_says_how_far_it_is_and_in_how_many_files_it_replaced_bytes(
+    data, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "corpus" / "3.txt").write_bytes(b"a\xffb" * 40)
+    caplog.set_level("INFO")
+    for module in (building, preparation):
+        monkeypatch.setattr(module, "_SAY_S", 1e-9)
+    prepare(replace(data, errors="replace"), tmp_path / "run")
+    said = [record.getMessage() for record in caplog.records]
+    for words in (
+        "hashed 30 of 30 files",
+        "read 29 of 30 files",
+        "read 30 of 30 documents for the tokenizer (0.0 of 0.0 million characters, ",
+        "encoded 7 of 30 documents (",
+        "encoded 30 of 30 documents (",
+        "1 of 30 files hold bytes that are no utf-8: data.errors = 'replace' has them replaced",
+    ):
+        assert any(line.startswith(words) for line in said), (words, said)
+
+
 def test_a_corpus_without_text_is_an_error_that_leaves_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("  ")
     with pytest.raises(ConfigError, match="1 documents in 1 files, and no text"):
@@ -314,12 +335,12 @@ def test_a_corpus_without_text_is_an_error_that_leaves_nothing(tmp_path):
 def test_all_files_that_cannot_be_read_are_told_at_once(data, tmp_path, number, has_more):
     for place in range(number):
         (tmp_path / "corpus" / f"{place}.txt").write_bytes("süß".encode("latin1"))
-    (tmp_path / "corpus" / "0.txt").write_bytes("süß".encode("utf-16"))
+    (tmp_path / "corpus" / "0.txt").write_bytes("wide".encode("utf-16-le"))
     with pytest.raises(ConfigError) as raised:
         prepare(data, tmp_path / "run")
     message = str(raised.value)
-    assert "0.txt: the byte order mark of UTF-16" in message
-    assert "iconv -f utf-16 -t utf-8 0.txt" in message
+    assert "0.txt: a zero in every second byte, as utf-16-le has it" in message
+    assert "data.encoding = 'utf-16-le'" in message
     if number > 1:
         assert f"{number} of 30 files that cannot be read" in message
         assert message.count("txt: the byte 0xfc in line 1") == 19

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.integration.config.sections import DataConfig
+from pcomm.integration.data.readers import Document
 from pcomm.integration.data.sources import (
-    Document,
     content_hash,
     find_files,
+    find_sources,
     standard_library_files,
 )
 
+# Longer than what is read of the file at once, compressed, so that a cut can fall anywhere.
+LONG = "".join(chr(0x4E00 + n * n % 19_997) for n in range(30_000))
+ZSTD = zstandard.compress(LONG.encode())
 
-def _documents(*patterns: object, text_key: str = "text") -> list[Document]:
-    data = DataConfig(path=tuple(str(pattern) for pattern in patterns), text_key=text_key)
+
+def _documents(*patterns: object, **keys: str) -> list[Document]:
+    data = DataConfig(path=tuple(str(pattern) for pattern in patterns), **keys)
     return [document for file in find_files(data) for document in file.documents()]
 
 
@@ -58,6 +66,94 @@ def test_patterns_are_sorted_counted_once_and_named_from_their_common_folder(tmp
     assert [document.name for document in _documents("b/*.txt", "a/deep/3.txt")] == names
 
 
+def test_a_folder_gives_all_that_can_be_read_but_hidden_files_and_runs(tmp_path, caplog):
+    readable = ["a.txt", "b/c/README.MD", "b/d.jsonl", "e.py.gz", "run/notes.txt"]
+    for name in readable:
+        _write(
+            tmp_path / name,
+            gzip.compress(b"x", mtime=0) if name.endswith("gz") else '{"text": "x"}',
+        )
+    for name in (
+        "b/.cache/x.txt",
+        ".x.txt",
+        "picture.png",
+        "old/metrics.jsonl",
+        "old/tokenizer.json",
+    ):
+        _write(tmp_path / name, "{}")
+    _write(tmp_path / "old/data/manifest.json", "{}")
+    (tmp_path / "b" / "again").symlink_to(tmp_path)
+    caplog.set_level("INFO")
+    files = find_files(DataConfig(path=str(tmp_path)))
+    assert [file.name for file in files] == readable
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert f"{tmp_path / 'old'} is left out, since it is the folder of a run" in said
+    assert (
+        f"left out of {tmp_path}, since data.text_suffixes does not have the ending: 1 in" in said
+    )
+    own = DataConfig(path=str(tmp_path), text_suffixes=".png")
+    assert [file.name for file in find_files(own)] == ["b/d.jsonl", "picture.png"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "mark of big ends"])
+def test_a_byte_order_mark_decides(tmp_path, encoding):
+    content = (
+        codecs.BOM_UTF16_BE + "süß\0".encode("utf-16-be")
+        if encoding.startswith("mark")
+        else "süß\0".encode(encoding)
+    )
+    _write(tmp_path / "a.txt", content)
+    assert _documents(tmp_path / "a.txt") == [Document("a.txt", "süß\0")]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "content", "text"),
+    [
+        ("cp1252", "strict", "“süß”".encode("cp1252"), "“süß”"),
+        ("latin-1", "strict", codecs.BOM_UTF8, "ï»¿"),
+        ("utf-16-le", "strict", "wide".encode("utf-16-le"), "wide"),
+        ("utf-8", "replace", b"a\xffb", "a\ufffdb"),
+        ("utf-8", "ignore", b"a\xffb", "ab"),
+        ("utf-8", "replace", "\ufffd".encode(), "\ufffd"),
+    ],
+)
+def test_text_is_read_in_the_encoding_that_is_said(tmp_path, encoding, errors, content, text):
+    _write(tmp_path / "a.txt", content)
+    (found,) = _documents(tmp_path / "a.txt", encoding=encoding, errors=errors)
+    assert found == Document("a.txt", text, is_whole=b"\xff" not in content)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=[".gz", ".zst"])
+def test_what_is_compressed_is_read_as_what_it_holds(tmp_path, pack):
+    suffix = ".gz" if pack is gzip.compress else ".zst"
+    lines = "".join(json.dumps({"text": f"{i} {LONG[:i]}"}) + "\n" for i in range(0, 300, 7))
+    _write(tmp_path / "plain" / "a.jsonl", lines)
+    half = len(lines) // 2
+    # Two members, one after the other, are one file, as `cat` makes it.
+    packed = pack(lines[:half].encode()) + pack(lines[half:].encode())
+    _write(tmp_path / f"a.jsonl{suffix}", packed)
+    _write(tmp_path / f"long.txt{suffix.upper()}", pack(LONG.encode()))
+    _write(tmp_path / f"none.txt{suffix}", pack(b""))
+    *records, long, none = _documents(tmp_path / f"*{suffix}", tmp_path / f"*{suffix.upper()}")
+    plain = _documents(tmp_path / "plain")
+    assert [record.text for record in records] == [record.text for record in plain]
+    assert (long.text, none.text) == (LONG, "")
+
+
+def test_a_source_of_a_mixture_has_its_own_files_and_no_file_two_sources(tmp_path):
+    for name in ("b/1.txt", "a/2.txt", "a/3.txt"):
+        _write(tmp_path / name, name)
+    paths = (str(tmp_path / "b"), str(tmp_path / "a/*.txt"))
+    sources = find_sources(DataConfig(path=paths, weights=(1, 2.5)))
+    assert [[file.name for file in source] for source in sources] == [
+        ["b/1.txt"],
+        ["a/2.txt", "a/3.txt"],
+    ]
+    data = DataConfig(path=(str(tmp_path), str(tmp_path / "b")), weights=(1, 1))
+    with pytest.raises(ConfigError, match=r"b/1\.txt: a file of '.*' and of '.*/b'"):
+        find_sources(data)
+
+
 def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
     _write(tmp_path / "a[1].txt", "text")
     assert _documents(tmp_path / "a[1].txt") == [Document("a[1].txt", "text")]
@@ -82,17 +178,20 @@ def test_the_hash_sees_names_and_bytes_but_not_where_the_corpus_lies(tmp_path):
         ("absent.txt", ["absent.txt", "no such file", "'present.txt'"]),
         ("*.text", ["*.text", "a pattern that matches no file"]),
         ("no/a.txt", ["no such file", "no folder"]),
-        (".", ["a folder", '/**/*.txt"]']),
-        ("table.csv", ["a file that ends in '.csv'", ".txt, .jsonl, .parquet"]),
-        ("*.[cm]*", ["3 files with other endings: 2 in '.md', 1 in '.csv'"]),
+        ("full", ["a folder without a file that can be read, and 2 others", "data.text_suffixes"]),
+        ("table.csv", ["a file that ends in '.csv'", ".txt, .md", ".jsonl.gz", "text_suffixes"]),
+        ("*.[cl]*", ["3 files with other endings: 2 in '.log', 1 in '.csv'"]),
+        ("a.parquet.gz", ["a file that ends in '.parquet.gz'"]),
         ("a" * 5000, ["File name too long", "cannot be looked up"]),
         ("a" * 5000 + "*", ["File name too long", "cannot be looked up"]),
     ],
 )
 def test_paths_that_do_not_serve(tmp_path, pattern, parts):
     _write(tmp_path / "present.txt", "text")
-    for name in ("table.csv", "one.md", "two.md"):
+    for name in ("table.csv", "one.log", "two.log", "a.parquet.gz"):
         _write(tmp_path / name, "1,2")
+    for name in ("one.png", ".hidden.txt", ".git/a.txt", "deep/two.png"):
+        _write(tmp_path / "full" / name, "1,2")
     with pytest.raises(ConfigError) as raised:
         _documents(tmp_path / pattern)
     for part in ["data.path", *parts]:
@@ -120,10 +219,19 @@ def test_an_unreadable_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
-        ("a.txt", b"fine\nnot \xff fine", ["0xff in line 2", "iconv -f latin1"]),
-        ("a.txt", "text".encode("utf-16"), ["mark of UTF-16", "iconv -f utf-16 -t utf-8 a.txt"]),
-        ("a.txt", b"\xfe\xff" + "text".encode("utf-16-be"), ["mark of UTF-16"]),
-        ("a.txt", "text".encode("utf-32"), ["mark of UTF-32", "iconv -f utf-32 -t utf-8 a.txt"]),
+        ("a.txt", b"fine\nnot \xff fine", ["0xff in line 2, which is no utf-8", "'cp1252'"]),
+        ("a.txt", b"\xff\xfea\0b", ["which is no utf-16"]),
+        ("a.txt", "text".encode("utf-16-le"), ["zero in every", "data.encoding = 'utf-16-le'"]),
+        ("a.txt", "text".encode("utf-16-be"), ["zero in every", "data.encoding = 'utf-16-be'"]),
+        (
+            "a.txt.gz",
+            gzip.compress(b"text" * 99, mtime=0)[:-5],
+            ["cut or damaged", "end-of-stream"],
+        ),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0) + b"xx", ["cut or damaged"]),
+        ("a.txt.gz", b"no gzip", ["cut or damaged: Not a gzipped file"]),
+        ("a.txt.zst", ZSTD[:-5], ["cut or damaged: the file ends within a frame"]),
+        ("a.txt.zst", ZSTD + b"x" * 9, ["cut or damaged: "]),
         ("a.jsonl", '{"text": "x"}\n{"text": "y"', ["line 2", "no JSON"]),
         ("a.jsonl", b'{"text": "\xff"}', ["line 1", "no JSON"]),
         ("a.jsonl", "[" * 100_000, ["line 1", "no JSON"]),
@@ -139,6 +247,12 @@ def test_content_that_does_not_serve(tmp_path, name, content, parts):
         _documents(path)
     for part in [str(path), *parts]:
         assert part in str(raised.value)
+
+
+def test_half_a_pair_from_an_encoding_with_escapes(tmp_path):
+    path = _write(tmp_path / "a.txt", b"+2AA-")
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):
+        _documents(path, encoding="utf-7")
 
 
 def test_parquet_rows_are_documents(tmp_path):
@@ -159,11 +273,12 @@ def test_parquet_rows_are_documents(tmp_path):
         _documents(path)
 
 
-def test_parquet_without_pyarrow_names_the_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UnsupportedError, match="pip install pyarrow"):
-        _documents(_write(tmp_path / "a.parquet", "PAR1"))
+def test_what_needs_a_library_names_the_command(tmp_path, monkeypatch):
+    for name, library in (("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")):
+        monkeypatch.setitem(sys.modules, library, None)
+        monkeypatch.setitem(sys.modules, f"{library}.parquet", None)
+        with pytest.raises(UnsupportedError, match=f"pip install {library}"):
+            _documents(_write(tmp_path / name, "PAR1"))
 
 
 def test_the_standard_library_is_the_default():

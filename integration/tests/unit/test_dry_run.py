@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from integration_support.short_runs import run_words, write_words
+from integration_support.short_runs import run_words, train_quietly, write_words
 from pcomm.core.cli import main
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.integration import recipes
+from pcomm.integration.commands.conversion import run_to_directory
 from pcomm.integration.config.toml import apply_overrides
 from pcomm.integration.forecast import dry_run as dry_run_module
 from pcomm.integration.forecast.counted_step import Computed
 from pcomm.integration.forecast.dry_run import dry_run
 from pcomm.integration.forecast.machine import Machine, read_cluster
+from pcomm.integration.huggingface.model_from import start_config
 
 CLUSTER = """
 memory_gib = 80.0
@@ -40,6 +46,13 @@ KEYS = st.fixed_dictionaries(
         "parallel.tp": st.sampled_from(["1", "2"]),
         "parallel.data": st.sampled_from(["'shard'", "'hybrid'"]),
         "parallel.zero": st.sampled_from(["1", "3"]),
+        "parallel.ep": st.sampled_from(["1", "2"]),
+        "parallel.failed": st.sampled_from(["['dp=0,tp=1']", "['dp=9']"]),
+        "checkpoint.keep_best": st.sampled_from(["true"]),
+        "train.decay_steps": st.sampled_from(["1"]),
+        "train.schedule": st.sampled_from(["'wsd'", "'linear'"]),
+        "train.dtype": st.sampled_from(["'auto'", "'bf16'"]),
+        "train.recompute": st.sampled_from(["true"]),
         "train.sequence_length": st.sampled_from(["32", "48", "4000000000000"]),
         "train.micro_batch_tokens": st.sampled_from(["32", "33"]),
         "data.vocabulary": st.sampled_from(["256", "300"]),
@@ -51,7 +64,8 @@ KEYS = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_words(tmp_path_factory.mktemp("text"), documents=12)
+    # Longer than a row: attention is an operation for each other length of a document.
+    return write_words(tmp_path_factory.mktemp("text"), documents=12, shortest=100)
 
 
 @pytest.fixture
@@ -79,6 +93,150 @@ def test_it_refuses_what_the_start_refuses(tmp_path_factory, text, changes):
     said = refusal(lambda: dry_run(config, out, 1))
     assert not out.exists()
     assert said == refusal(lambda: run_words(text, out, *words))
+
+
+def no_compiler():
+    raise RuntimeError("No working C++ compiler found")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words", "wanted"),
+    [
+        ("/*.txt", ["train.compile=true"], "train.compile"),
+        ("", [], "data.path: "),
+    ],
+    ids=["no compiler", "a link to no file"],
+)
+def test_it_refuses_what_this_machine_lacks(tmp_path, monkeypatch, pattern, words, wanted):
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    texts, out = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    write_words(texts, documents=3)
+    (texts / "gone.md").symlink_to(tmp_path / "nowhere")
+    words = [f"data.path=['{texts}{pattern}']", "train.steps=1", "train.eval_every='none'", *words]
+    config = apply_overrides(recipes.tiny(), words)
+    said = refusal(lambda: dry_run(config, out, 1))
+    assert wanted in str(said)
+    assert said == refusal(lambda: train_quietly(config, out))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_holds_the_parameters_and_what_the_optimizer_keeps(text, cluster, optimizer):
+    words = [f"data.path=['{text}']", f"train.optimizer='{optimizer}'", "model.experts=2"]
+    found = dry_run(apply_overrides(recipes.tiny(), words), None, 1, cluster=cluster)
+    # The trainer's own tensors are the oracle; AdamW has a counter beside each parameter.
+    memory = found.step.memory
+    assert 0 <= memory.weights + memory.optimizer - found.checkpoint_bytes < 200
+
+
+SHORT = ["train.steps=1", "train.eval_every='none'"]
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory) -> Path:
+    """A run of one step."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    run_words(text, run, *SHORT)
+    return run
+
+
+def weights(run: Path) -> Path:
+    files = (file for file in (run / "checkpoints").rglob("*") if file.is_file())
+    return max(files, key=lambda file: file.stat().st_size)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def more_text(run: Path, text: Path) -> None:
+    (text / "new.txt").write_text("a document that the run has not learnt " * 9)
+
+
+GOING_ON = {
+    "as it was": (lambda run, text: None, [], None),
+    "other text": (more_text, [], "checkpoint"),
+    "other shape": (lambda run, text: None, ["model.layers=1"], "model.layers"),
+    "fewer words": (lambda run, text: None, ["data.vocabulary=257"], "vocabulary"),
+    "damaged weights": (
+        lambda run, text: cut(weights(run)),
+        [],
+        "has changed since it was written",
+    ),
+    "no tokenizer": (lambda run, text: (run / "tokenizer.json").unlink(), [], "tokenizer"),
+    "damaged tokens": (lambda run, text: cut(run / "data" / "manifest.json"), [], None),
+    "damaged, from the beginning": (
+        lambda run, text: cut(weights(run)),
+        ["restart"],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOING_ON)
+def test_it_refuses_a_run_that_cannot_go_on(case, finished, text, tmp_path):
+    """The start itself is the oracle, on the same folder afterwards."""
+    change, words, wanted = GOING_ON[case]
+    restarts = words == ["restart"]
+    run, words = tmp_path / "run", [] if restarts else words
+    shutil.copytree(Path(text).parent, tmp_path / "text")
+    shutil.copytree(finished, run)
+    change(run, tmp_path / "text")
+    glob = f"{tmp_path}/text/*.txt"
+    config = apply_overrides(recipes.tiny(), [f"data.path=['{glob}']", *SHORT, *words])
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    said = refusal(lambda: dry_run(config, run, 1, must_restart=restarts))
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*") if file != run} == {
+        file: time for file, time in before.items() if file != run
+    }
+    assert said == refusal(lambda: run_words(glob, run, *SHORT, *words, must_restart=restarts))
+    assert (wanted or "") in (said or "")
+    assert (said is None) == (wanted is None)
+
+
+def with_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def narrow(tensors) -> None:
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors[name] = tensors[name][1:].clone()
+
+
+STARTING = {
+    "as it was": (lambda folder: None, None),
+    "a tensor less": (lambda f: with_tensors(f, lambda ts: ts.pop("lm_head.weight")), "no tensor"),
+    "another shape": (lambda f: with_tensors(f, narrow), "of shape"),
+    "a tensor more": (
+        lambda f: with_tensors(f, lambda ts: ts.update(more=torch.zeros(1))),
+        "does not have",
+    ),
+    "other numbers": (
+        lambda f: with_tensors(f, lambda ts: ts.update({"lm_head.weight": torch.zeros(1).int()})),
+        "lm_head.weight",
+    ),
+    "cut off": (lambda folder: cut(folder / "model.safetensors"), "model.safetensors"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", STARTING)
+def test_it_refuses_weights_that_cannot_be_read(case, finished, text, tmp_path):
+    change, wanted = STARTING[case]
+    directory, out = tmp_path / "directory", tmp_path / "out"
+    run_to_directory(finished, directory)
+    change(directory)
+    model = dataclasses.replace(recipes.tiny().model, from_=str(directory))
+    words = [f"data.path=['{text}']", *SHORT, f"model.from={directory}"]
+    config = start_config(apply_overrides(recipes.tiny(), words), out)
+    assert config.model.from_ == model.from_
+    said = refusal(lambda: dry_run(config, out, 1))
+    assert not out.exists()
+    assert said == refusal(lambda: run_words(text, out, *SHORT, f"model.from={directory}"))
+    assert (wanted or "") in (said or "")
+    assert (said is None) == (wanted is None)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +295,26 @@ def test_the_screen_of_many_ranks(tmp_path, text, cluster, capsys):
     ):
         assert word in screen
     assert not out.parent.exists()
+    command.remove("--out")
+    command.remove(str(out))
+    assert main([*command, "--cluster", str(cluster)]) == 0
+    assert capsys.readouterr().out == screen
+    command.remove("--dry-run")
+    assert main(command) == 2
+    assert "no --out" in capsys.readouterr().err
+
+
+def test_the_screen_without_ranks_that_have_failed(tmp_path, text, cluster, capsys):
+    """Two ranks of one replica and one of the other: the second computes all of its part."""
+    words = ["parallel.dp=2", "parallel.tp=2", "train.dtype=auto"]
+    whole, left = [], ["parallel.failed=['dp=0,tp=1']"]
+    peaks = []
+    for more, ranks in ((whole, 4), (left, 3)):
+        changes = [f"data.path=['{text}']", *words, *more]
+        found = dry_run(apply_overrides(recipes.tiny(), changes), None, ranks, cluster=cluster)
+        assert found.config.train.dtype == "bf16"
+        peaks.append(found.step.memory.weights)
+    assert 1.5 < peaks[1] / peaks[0] <= 2
 
 
 def test_text_that_is_not_tokenised_is_estimated(tmp_path, text, cluster, monkeypatch):
@@ -145,12 +323,16 @@ def test_text_that_is_not_tokenised_is_estimated(tmp_path, text, cluster, monkey
     for limit, word in ((size, "held out with"), (size - 1, "not read")):
         monkeypatch.setattr(dry_run_module, "_TOKENISED_BYTES", limit)
         assert word in dry_run(config, tmp_path / "run", 1, cluster=cluster).text
+    assert "not read: about" in dry_run(config, tmp_path / "run", 1, cluster=cluster).text
+    packed = tmp_path / "packed.txt.gz"
+    packed.write_bytes(gzip.compress(b"a word and another\n" * 100))
+    config = apply_overrides(recipes.tiny(), [f"data.path=['{packed}']"])
+    monkeypatch.setattr(dry_run_module, "_TOKENISED_BYTES", 1)
+    assert "not read: at least" in dry_run(config, tmp_path / "run", 1, cluster=cluster).text
 
 
 def test_a_step_is_as_long_as_its_slower_half(cluster):
     """By hand: a product is bound by flops or by bytes, and nothing is shorter than a launch."""
-    import torch
-
     machine = dataclasses.replace(read_cluster(cluster), operation_us=10.0)
     assert isinstance(machine, Machine)
     product = Computed(torch.bfloat16, int(600e12), 1)

@@ -297,6 +297,7 @@ def test_pcomm_generate_writes_with_it(phi3, capsys):
     found = json.loads(capsys.readouterr().out)
     with LLM(phi3, memory_bytes=MEMORY) as llm:
         (text,) = llm.generate("one two", SamplingParams(temperature=0, max_tokens=6))
+        assert llm.loaded.num_parameters == made("phi3").num_parameters()
     assert found["token_ids"] == list(text.token_ids)
     assert main(["generate", str(phi3), *words, "--ranks", "2"]) == 2
     assert "2 ranks" in capsys.readouterr().err

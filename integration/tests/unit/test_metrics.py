@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: file, terminal, TensorBoard, picture."""
+"""Where the numbers of a run go: file, terminal, TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import json
 import logging
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from integration_support.short_runs import tiny_run
 from pcomm.core.errors import ConfigError
-from pcomm.integration import metrics
-from pcomm.integration.metrics import (
-    JsonLinesSink,
-    ProgressSink,
-    SinkGroup,
-    duration,
-    open_sinks,
-    plot_loss,
-    read_rows,
-)
-from pcomm.integration.train.loop import bits_per_byte
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.toml import load_config
+from pcomm.integration.data.preparation import open_prepared
+from pcomm.integration.data.tokenizer import load_tokenizer
+from pcomm.integration.metrics import trackers
+from pcomm.integration.metrics.picture import smoothed
+from pcomm.integration.metrics.progress import ProgressSink, duration
+from pcomm.integration.metrics.rows import FIELDS, JsonLinesSink, bits_per_byte, read_rows
+from pcomm.integration.metrics.sinks import SinkGroup, open_sinks
+from pcomm.integration.train.loop import batches_of
 from pcomm.integration.train.trainer import memory_mib
 
 
@@ -132,14 +133,25 @@ def _progress(stream, times, **options):
 def test_a_terminal_gets_one_line_that_is_rewritten():
     stream = Terminal()
     sink = _progress(stream, [0, 2, 4], total_steps=100)
-    sink.write(_row(1, 7.12345, tokens_per_s=12345.6, memory_mib=512.4))
+    sink.write(
+        _row(
+            1, 7.12345, train_bits_per_byte=3.0, tokens_per_s=12345.6, memory_mib=512.4, mfu=0.45678
+        )
+    )
     sink.write({"step": 1, "bits_per_byte": 4.5678})
-    sink.write(_row(2, 6.5, tokens_per_s=99.0, memory_mib=9.0))
+    sink.write(
+        _row(2, 6.5, train_bits_per_byte=2.0, mean_tokens_per_s=99.0, memory_mib=9.0, mfu=1.14)
+    )
     sink.close()
     _, first, second = stream.getvalue().split("\r")
-    assert first == "step   1/100  loss 7.123  12,346 tokens/s  ETA 3:18  512 MiB in use"
+    assert first == (
+        "step   1/100  loss 3.000 bits/byte  12,346 tokens/s  45.7% of peak  ETA 3:18  "
+        "512 MiB in use"
+    )
+    # Means of the last steps, which are 3 and 2 with the weights 0.95 and 1.
     assert second.rstrip() == (
-        "step   2/100  loss 6.500  held-out 4.568 bits/byte  99 tokens/s  ETA 3:16  9 MiB in use"
+        "step   2/100  loss 2.487 bits/byte  held-out 4.568 bits/byte  99 tokens/s  "
+        "above the peak  ETA 3:16  9 MiB in use"
     )
     assert second.endswith("\n")
     # A shorter line covers the longer one.
@@ -148,6 +160,7 @@ def test_a_terminal_gets_one_line_that_is_rewritten():
     sink.write(_row(1, memory_mib=123456))
     sink.write(_row(2))
     _, first, second = stream.getvalue().split("\r")
+    assert "loss 2.000 nats/token" in first
     assert len(second) == len(first)
 
 
@@ -173,49 +186,90 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
+def test_a_mean_is_that_of_tensorboards_curves():
+    """Its formula, of the values that are finite; the others are shown and do not count."""
+    values = [3.0, -1.0, 4.0, math.nan, 1.5, 9.0, 2.6]
+    for weight in (0.0, 0.6, 0.95):
+        found, finite = smoothed(values, weight), []
+        for value, mean in zip(values, found, strict=True):
+            if math.isnan(value):
+                assert math.isnan(mean)
+                continue
+            finite.append(value)
+            ema = 0.0
+            for one in finite:
+                ema = weight * ema + (1 - weight) * one
+            assert mean == pytest.approx(ema / (1 - weight ** len(finite)), rel=1e-12)
+    # By itself a short curve stays as it is, and a long one is the mean of a part of it.
+    assert smoothed(values[:3]) == values[:3]
+    jumps = [float(step % 2) for step in range(1000)]
+    assert all(abs(mean - 0.5) < 0.05 for mean in smoothed(jumps)[200:])
+
+
 class Writer:
-    def __init__(self):
-        self.calls = []
+    def __init__(self, *_, **options):
+        self.calls, self.options = [], options
 
     def add_scalar(self, *call):
+        if call[1] == 666:
+            raise OSError("disk full")
         self.calls.append(call)
 
     def close(self):
         self.calls.append("closed")
 
 
-def test_tensorboard_gets_each_number_at_its_step():
-    writer = Writer()
-    sink = metrics.TensorBoardSink(writer)
-    sink.write(_row(3, lr=0.1))
+def test_tensorboard_gets_each_number_in_its_group_at_its_step(tmp_path, monkeypatch, caplog):
+    made = []
+    module = SimpleNamespace(SummaryWriter=lambda *a, **k: made.append(Writer(**k)) or made[-1])
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    sink = trackers.open_tensorboard(tmp_path, keep_through=2)
+    sink.write(_row(3, lr=0.1, mfu=0.5, **{"tp.1": 2}))
+    sink.write({"step": 3, "bits_per_byte": 1.5, "eval_s": 2.0, "new": 1.0})
+    # A failure is told once, and neither the run nor the file of rows notices.
+    for step in (4, 5):
+        sink.write(_row(step, loss=666))
     sink.close()
-    assert writer.calls == [("loss", 2.0, 3), ("lr", 0.1, 3), "closed"]
+    (writer,) = made
+    assert writer.options == {"purge_step": 3}
+    assert writer.calls == [
+        ("train/loss", 2.0, 3),
+        ("train/lr", 0.1, 3),
+        ("speed/mfu", 0.5, 3),
+        ("ranks/tp.1", 2, 3),
+        ("eval/bits_per_byte", 1.5, 3),
+        ("eval/eval_s", 2.0, 3),
+        ("eval/new", 1.0, 3),
+        "closed",
+    ]
+    assert caplog.text.count("TensorBoard gets no more rows (OSError: disk full)") == 1
 
 
 def test_without_tensorboard_there_is_no_sink(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    assert metrics.open_tensorboard(tmp_path / "tensorboard") is None
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    assert trackers.open_tensorboard(tmp_path / "tensorboard") is None
     assert not (tmp_path / "tensorboard").exists()
 
 
 def test_a_broken_tensorboard_is_told_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with caplog.at_level(logging.WARNING, logger="pcomm"):
-        assert metrics.open_tensorboard(tmp_path) is None
+        assert trackers.open_tensorboard(tmp_path) is None
     assert "cannot be imported" in caplog.text
 
 
-def test_tensorboard_writes_event_files_where_it_is_installed(tmp_path):
-    pytest.importorskip("tensorboard")
-    sink = metrics.open_tensorboard(tmp_path / "tensorboard", keep_through=2)
+def test_tensorboard_reads_what_was_written(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = trackers.open_tensorboard(tmp_path / "tensorboard", keep_through=2)
     sink.write(_row(3))
     sink.close()
-    assert [path.name.startswith("events.") for path in (tmp_path / "tensorboard").iterdir()]
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(one.step, one.value) for one in found.Scalars("train/loss")] == [(3, 2.0)]
 
 
 def test_the_first_rank_writes_and_the_others_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     other = io.StringIO()
     sinks = open_sinks(tmp_path, rank=1, total_steps=4, stream=other)
     sinks.write(_row(1))
@@ -234,19 +288,23 @@ def test_the_first_rank_writes_and_the_others_do_not(tmp_path, monkeypatch):
     assert read_rows(tmp_path / "metrics.jsonl") == [_row(1), _row(2)]
 
 
-def test_the_picture_shows_loss_and_bits_per_byte(tmp_path, monkeypatch):
-    monkeypatch.delenv("DISPLAY", raising=False)
-    rows = [*(_row(step, 8 / step) for step in range(1, 20)), {"step": 19, "bits_per_byte": 2.0}]
-    pictures = []
-    for kept in ([], rows[:-1], rows, [*rows, _row(20, None)]):
-        path = tmp_path / "metrics.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        plot_loss(path, tmp_path / "loss.png")
-        pictures.append((tmp_path / "loss.png").read_bytes())
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
-    # Nothing, the loss, and the bits per byte each change the picture; a gap does not.
-    assert len(set(pictures[:3])) == 3
-    assert pictures[2] == pictures[3]
+@pytest.mark.parametrize("pattern", ["A", "AG"])
+def test_training_has_the_unit_of_evaluations_and_every_number_is_described(tmp_path, pattern):
+    """The oracle decodes the targets of the first batch, and counts the bytes of their text."""
+    run = tiny_run(tmp_path, pattern, "train.eval_every=1", "data.held_out=0.3")
+    rows = read_rows(run / "metrics.jsonl")
+    first = rows[0]
+    batch = batches_of(validate(load_config(run / "config.toml"), 1), open_prepared(run)).batch(0)
+    targets, tokenizer = batch.targets[batch.targets >= 0], load_tokenizer(run / "tokenizer.json")
+    text = "".join(tokenizer.decode([int(target)]) for target in targets)
+    assert len(text) > 100
+    bits = first["loss"] * len(targets) / math.log(2)
+    assert first["train_bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-6)
+    names = {name for row in rows for name in row}
+    assert {"train_bits_per_byte", "bits_per_byte", "eval_s", "data_ms", "mfu"} < names
+    assert names <= FIELDS.keys()
+    tags = [field.tag for field in FIELDS.values()]
+    assert len(set(tags)) == len(tags)
 
 
 def test_memory_in_use_is_that_of_what_is_alive_however_it_was_fragmented():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,14 +41,15 @@ def llm_of(stats: Any) -> LLM:
 
 def test_a_text_of_one_token_has_no_step_of_decoding():
     summary = RunSummary(1, 0.25, stats_after(1))
-    assert str(summary).startswith("1 tokens in 0.25 s; host: schedule ")
+    assert str(summary) == "1 token, 4.0 tokens/s"
+    assert summary.with_stats().startswith("1 token, 4.0 tokens/s; host: schedule ")
     assert summary.fields()["decode"] is None
 
 
 def test_the_line_and_the_fields_say_the_same():
     summary = RunSummary(3, 1.5, stats_after(3))
-    tokens, step, host = str(summary).split("; ")
-    assert tokens == "3 tokens in 1.50 s"
+    tokens, step, host = summary.with_stats().split("; ")
+    assert tokens == str(summary) == "3 tokens, 2.0 tokens/s"
     # The first of two steps reads 3 tokens and writes one, of 16 bytes each; a state of 24 bytes is
     # read and written, and 11 logits are written.
     total = (3 + 1) * 16 + 2 * 24 + 11 * 8
@@ -68,7 +70,9 @@ def test_nothing_is_said_without_a_text_or_by_an_engine_that_has_failed(capsys):
         raise PeerError("stats", found="a rank that died", why="It is gone.", fix="Start again.")
 
     for stats in (lambda: stats_after(0), failed):
-        print_summary(llm_of(stats))
+        print_summary(llm_of(stats), Namespace(stats=True))
     assert capsys.readouterr().err == ""
-    print_summary(llm_of(lambda: stats_after(2)))
+    print_summary(llm_of(lambda: stats_after(2)), Namespace(stats=True))
     assert capsys.readouterr().err.startswith("2 tokens; a decode step ")
+    print_summary(llm_of(lambda: stats_after(2)), Namespace(stats=False), 0.5)
+    assert capsys.readouterr().err == "2 tokens, 4.0 tokens/s\n"

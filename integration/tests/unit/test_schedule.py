@@ -12,11 +12,14 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from integration_support.short_runs import prepare_words, tiny_config
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint
 from pcomm.integration.config.rules import validate
 from pcomm.integration.config.sections import Config, TrainConfig
-from pcomm.integration.train.run_state import Progress, Rewarm, learning_rate
+from pcomm.integration.data.preparation import open_prepared
+from pcomm.integration.train.loop import describe_run
+from pcomm.integration.train.run_state import Progress, Rewarm, learning_rate, learning_rates
 
 COSINE = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate_ratio=0.1)
 CONSTANT = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, schedule="constant")
@@ -117,6 +120,21 @@ def test_a_decay_that_does_not_fit_is_refused(given, said):
         validate(Config(train=TrainConfig(**{**base, **given})), 1)
     for part in said:
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "model", "said"),
+    [
+        ({"warmup_steps": 9}, {}, "AdamW, learning rate 0.003, schedule cosine after 9 steps of"),
+        ({"warmup_steps": 10}, {}, "its warm-up of 10 steps leaves none of 10 to the schedule"),
+        ({"optimizer": "muon"}, {}, "learning rate 0.003 for all else, schedule"),
+        ({"optimizer": "muon"}, {"experts": 4}, "for all else, experts included, schedule"),
+    ],
+)
+def test_a_run_says_what_its_learning_rate_does(train, model, said, tmp_path):
+    config = tiny_config(model=model, **{"steps": 10, "learning_rate": 3e-3, **train})
+    prepared = open_prepared(prepare_words(tmp_path, documents=12))
+    assert said in describe_run(validate(config, 1), prepared).splitlines()[-1]
 
 
 def test_constant_stays_however_long_the_run_becomes():
@@ -233,3 +251,32 @@ def test_a_state_that_no_run_wrote(tmp_path, state):
 def test_a_state_of_an_earlier_version(tmp_path):
     (tmp_path / "state.json").write_text('{"step": 4}')
     assert Progress.resumed(Checkpoint(4, tmp_path), COSINE) == Progress(4)
+
+
+def test_muon_follows_the_schedule_from_a_peak_of_its_own(tmp_path, caplog):
+    muon = changed(COSINE, optimizer="muon", muon_learning_rate=0.25)
+    for step in (0, 9, 54, 99):
+        rate, muon_rate = learning_rates(muon, step)
+        assert rate == learning_rate(COSINE, step)
+        assert muon_rate == pytest.approx(rate / 4)
+        assert learning_rates(COSINE, step) == (rate, 0.0)
+    # Its rate alone is another one in the next start.
+    last = learning_rates(muon, 49)
+    slower = changed(muon, muon_learning_rate=0.05, rewarm_steps=2)
+    saved(tmp_path, Progress(50), muon)
+    assert resumed(tmp_path, muon, caplog) == (Progress(50), "")
+    progress, said = resumed(tmp_path, slower, caplog)
+    assert progress.rewarm == Rewarm(50, *last)
+    assert "train.muon_learning_rate was 0.25 and is 0.05" in said
+    between = (last[1] + learning_rates(slower, 50)[1]) / 2
+    assert learning_rates(slower, 50, progress.rewarm)[1] == pytest.approx(between)
+    after = learning_rates(slower, 51, progress.rewarm)
+    assert after == pytest.approx(learning_rates(slower, 51))
+    _, said = resumed(tmp_path, changed(slower, rewarm_steps=0), caplog)
+    assert "Muon's learning rate jumps from" in said
+    assert "the learning rate jumps" not in said
+    _, said = resumed(tmp_path, changed(slower, rewarm_steps=0, learning_rate=0.5), caplog)
+    assert re.search(r"the learning rate jumps from .* and Muon's learning rate jumps from", said)
+    # Saved on the way, and read again.
+    saved(tmp_path, Progress(51, 0, progress.rewarm), slower)
+    assert resumed(tmp_path, slower, caplog)[0].rewarm == progress.rewarm

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.integration.metrics import SharedRows
+from pcomm.integration.metrics.sinks import SharedRows
 
 
 @pytest.fixture

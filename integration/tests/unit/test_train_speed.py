@@ -13,7 +13,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import best, checkpoints
 from pcomm.integration.config.rules import validate
 from pcomm.integration.config.toml import apply_overrides
-from pcomm.integration.metrics import read_rows
+from pcomm.integration.metrics.rows import read_rows
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 from pcomm.integration.train.speed import Speed, measured_flops

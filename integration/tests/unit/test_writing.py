@@ -60,7 +60,8 @@ class Writing:
         plain, stop = plain_chat()
         model, self.rows = model_of(pattern), list[int]()
         model.head.register_forward_hook(lambda _, inputs, __: self.rows.append(len(inputs[0])))
-        self.loaded = LoadedModel("words", own, plain, stop, 2048, 320, {}, model)
+        found = {"num_parameters": model.num_parameters(), "dtype": torch.float32}
+        self.loaded = LoadedModel("words", own, plain, stop, 2048, 320, {}, model, **found)
 
     def write(self, prompt: str, params: SamplingParams) -> Generation:
         ids = tuple(self.loaded.prompt_ids(prompt))

@@ -29,6 +29,7 @@ __all__ = [
     "group_names",
     "group_specs",
     "numbered",
+    "replicas_left",
     "sum_partial_gradients",
     "used_ranks",
 ]
@@ -74,7 +75,7 @@ class ShardedReplicas:
 
     Args:
         model: The model.
-        sharded: Its shards.
+        sharded: The sharded model of this rank.
         layouts: `ParamLayout` of each parameter, by name.
         ranks: Rank of this process by the scope of `ParamLayout`.
         tensor_parallel: Collectives of the group that splits the dense parameters.
@@ -234,6 +235,11 @@ def used_ranks(plan: NtpPlan) -> tuple[int, ...]:
     """Global ranks that have work, ascending. Local."""
     unused = plan.topology.failed.union(plan.idle_ranks)
     return tuple(rank for rank in plan.topology.ranks if rank not in unused)
+
+
+def replicas_left(plan: NtpPlan) -> int:
+    """Number of replicas that have ranks with work. Local."""
+    return sum(min(own) > 0 for own in plan.degrees)
 
 
 def group_specs(plan: NtpPlan, roles: Sequence[str]) -> tuple[GroupSpec, ...]:

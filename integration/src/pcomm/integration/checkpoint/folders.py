@@ -253,7 +253,7 @@ def check_files(checkpoint: Checkpoint, *, rank: int = 0, size: int = 1) -> None
     verdict of all counts.
 
     Args:
-        checkpoint: A whole one.
+        checkpoint: A checkpoint that is whole.
         rank: Number of the share of the files to read, from 0.
         size: Number of shares.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,10 +37,16 @@ __all__ = [
 
 # What decides the weights and the batches. The rest (length of the run, learning rate, parallel
 # sizes, precision, evaluation, checkpoints) may change between one start and the next.
-_TRAIN = ("seed", "sequence_length", "global_batch_tokens")
+_TRAIN = ("seed", "sequence_length", "global_batch_tokens", "optimizer")
+
+# What checkpoints mean that say nothing of a key, since they are older than the choice.
+_BEFORE: Mapping[str, object] = {"train.optimizer": "adamw", "train.weights": []}
 
 # What no key of the configuration is called.
-_WORDS = {"data.fingerprint": "the text of data.path, or its split (a hash of both)"}
+_WORDS = {
+    "data.fingerprint": "the text of data.path, or its split (a hash of both)",
+    "train.weights": "data.weights",
+}
 
 
 def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
@@ -52,12 +58,13 @@ def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
     """
     sections = to_dict(config)
     data = {"vocabulary": config.data.vocabulary}
+    batches = {name: sections["train"][name] for name in _TRAIN}
     # Where the first weights came from does not matter to those that are saved.
     sections["model"].pop("from")
     return {
         "model": sections["model"],
         "data": data if corpus is None else {**data, "fingerprint": corpus},
-        "train": {name: sections["train"][name] for name in _TRAIN},
+        "train": {**batches, "weights": sections["data"]["weights"]},
     }
 
 
@@ -67,12 +74,13 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     Raises:
         ConfigError: Names every key that differs, with both values.
     """
-    saved = _keys(checkpoint.state().get("identity"))
+    told = _keys(checkpoint.state().get("identity"))
+    saved = {**_BEFORE, **told}
     differences = [
         f"{_WORDS.get(key, key)} was {saved.get(key)!r} and is {value!r}"
         for key, value in _keys(identity).items()
         # What was converted has seen no batch yet, so it says nothing of them.
-        if saved.get(key) != value and (checkpoint.step or key in saved)
+        if saved.get(key) != value and (checkpoint.step or key in told)
     ]
     if differences:
         raise ConfigError(
@@ -95,7 +103,7 @@ def _keys(identity: object) -> dict[str, object]:
     }
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
 def model_shard_views(
@@ -121,21 +129,21 @@ def training_shard_views(
     layouts: Mapping[str, ParamLayout],
     ranks: Mapping[str, int],
 ) -> dict[str, ShardView]:
-    """This rank's part of a model in training: parameters, and AdamW's two averages of each. Local.
+    """This rank's part of a model in training: parameters, and averages of their gradients. Local.
 
-    Averages that do not exist yet are made, as zeros, with a step count of zero; so the same
-    call serves to save and to load.
+    AdamW has two of each, and Muon one. Those that do not exist yet are made, as zeros, with a step
+    count of zero; so the same call serves to save and to load.
 
     Args:
         sharded: The model.
-        optimizer: AdamW of its parameters.
+        optimizer: Optimizer of its parameters.
         layouts: `ParamLayout` of each parameter, by name.
         ranks: Rank of this process by the scope of `ParamLayout`.
     """
-    _make_moments(optimizer, sharded.parameters())
+    _make_moments(optimizer)
     views = fsdp.model_shard_views(sharded, param_layouts=layouts, ranks=ranks)
     return views | fsdp.optimizer_shard_views(
-        sharded, optimizer, keys=_MOMENTS, param_layouts=layouts, ranks=ranks
+        sharded, optimizer, keys=(*_MOMENTS, *_MOMENTUM), param_layouts=layouts, ranks=ranks
     )
 
 
@@ -153,29 +161,33 @@ def planned_shard_views(
         plan: The plan of the job.
         rank: Global rank of this process.
     """
-    _make_moments(optimizer, model.parameters())
+    _make_moments(optimizer)
     tensors = state_tensors(model, optimizer)
     return shard_views(plan, rank, tensors, param_layouts_of(model))
 
 
-def _make_moments(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Make AdamW's averages where there are none yet: zeros, and a step count of zero. Local.
+def _make_moments(optimizer: Optimizer) -> None:
+    """Make averages where there are none yet: zeros, for AdamW with a step count of zero. Local.
 
-    That is what its first step begins with, so nothing changes.
+    That is what a first step begins with, so nothing changes.
     """
-    for parameter in parameters:
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in _MOMENTS:
-                state[moment] = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        is_muons = "momentum" in group
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                for moment in _MOMENTUM if is_muons else _MOMENTS:
+                    state[moment] = torch.zeros_like(parameter)
+                if not is_muons:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
 def set_optimizer_step(optimizer: Optimizer, step: int) -> None:
     """Tell AdamW how many steps its averages have seen. Local."""
     for state in optimizer.state.values():
-        counted: Tensor = state["step"]
-        counted.fill_(float(step))
+        if "step" in state:
+            counted: Tensor = state["step"]
+            counted.fill_(float(step))
 
 
 def check_index(checkpoint: Checkpoint) -> None:
@@ -201,7 +213,7 @@ def read(
     checked by `check_files`.
 
     Args:
-        checkpoint: A whole one.
+        checkpoint: A checkpoint that is whole.
         views: This rank's tensors, with the logical shapes that were saved.
         group: All ranks, which then read together; without it this process reads alone.
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import PcommError
 from pcomm.integration.commands.llm_options import (
     add_llm_options,
+    begin_loading,
     given_options,
-    llm_options,
+    load_aloud,
     print_summary,
 )
 
@@ -21,7 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_NEW = "/new"
+_WORDS = {
+    "/new": "begin another conversation, and forget this one",
+    "/help": "list these words",
+    "/exit": "leave, as /quit, /bye and Ctrl-D do",
+}
+_LEAVE = ("/exit", "/quit", "/bye")
+_OR = "default: as generation_config.json of the model says, else "
 
 
 class ChatCommand:
@@ -29,52 +40,72 @@ class ChatCommand:
 
     name = "chat"
     help = (
-        "Talk with a model: a line is a message, its answer is written as it comes; "
-        f"the line {_NEW} begins another conversation."
+        "Talk with a model: a line is a message, and its answer is written as it comes. The line "
+        "/new begins another conversation; /exit, or the end of the input, leaves."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """`DIR`, how tokens are drawn, and how the model is loaded."""
         add_llm_options(parser)
-        parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-        parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 512")
-        parser.add_argument("--temperature", type=float, metavar="T", help="default: 0.8")
-        parser.add_argument("--top-p", type=float, metavar="P", help="default: 1")
-        parser.add_argument("--seed", type=int, default=0, metavar="S")
+        parser.add_argument(
+            "--system", metavar="TEXT", help="what the model is told first; default: nothing"
+        )
+        parser.add_argument(
+            "--max-tokens", type=int, metavar="N", help=f"most tokens of an answer; {_OR}512"
+        )
+        parser.add_argument(
+            "--temperature",
+            type=float,
+            metavar="T",
+            help=f"0: always the likeliest token; {_OR}0.8",
+        )
+        parser.add_argument(
+            "--top-p",
+            type=float,
+            metavar="P",
+            help=f"draw from the likeliest tokens that together have this probability; {_OR}1",
+        )
+        parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, answer, and so on until the end of the input; then say how fast that was.
 
-        A message that cannot be answered is said and left out, and the next line is read. The line
-        `/new` forgets what was said, but for `--system`: a conversation that has outgrown the
-        model can go on in no other way.
+        A message that cannot be answered is said and left out, and the next line is read. So is a
+        line that begins with an unknown `/word`. The line `/new` forgets what was said, but for
+        `--system`: a conversation that has outgrown the model can go on in no other way.
 
         Returns:
             0; 2 if the input is no terminal and a message of it was left out.
+
+        Raises:
+            PeerError: A rank has died, so that no message can be answered any more.
         """
+        begin_loading(arguments)
         # Imported late, so that --help does not wait for torch.
         from pcomm.inference import SamplingParams
-        from pcomm.integration.llm import LLM
 
         given = given_options(arguments, "max_tokens", "temperature", "top_p", "seed")
         # A value that is wrong is said before the model is loaded.
         SamplingParams(**given)
-        messages: list[dict[str, object]] = []
-        if arguments.system:
-            messages.append({"role": "system", "content": arguments.system})
         if isinstance(sys.stdin, io.TextIOWrapper):
             # Bytes that are no UTF-8 arrive as lone surrogates, and cost one message, not all.
             sys.stdin.reconfigure(errors="surrogateescape")
-        num_left_out = 0
-        with LLM(**llm_options(arguments), max_requests=1) as llm:
+        with load_aloud(arguments, max_requests=1) as llm:
             params = llm.defaults.params(given, {"max_tokens": 512, "temperature": 0.8})
-            while (line := _line()) is not None:
-                if line.strip() == _NEW:
-                    messages = _without_turns(messages)
-                elif line.strip() and not _answer(llm, messages, line, params):
-                    num_left_out += 1
-            print_summary(llm)
-        return 2 if num_left_out and not sys.stdin.isatty() else 0
+            talk = _Conversation(llm, params, arguments.system)
+            if sys.stdin.isatty():
+                with suppress(ImportError):
+                    # Arrow keys then edit the line, and bring back those before it.
+                    import readline  # noqa: F401
+                print(
+                    "Write a message and press Enter. /help lists what else there is, Ctrl-D "
+                    "leaves, Ctrl-C cuts an answer.",
+                    file=sys.stderr,
+                )
+            while (line := _line()) is not None and line.rstrip() not in _LEAVE:
+                talk.take(line)
+            print_summary(llm, arguments, talk.seconds)
+        return 2 if talk.num_left_out and not sys.stdin.isatty() else 0
 
 
 def _line() -> str | None:
@@ -89,54 +120,86 @@ def _line() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _answer(llm: LLM, messages: list[dict[str, object]], line: str, params: SamplingParams) -> bool:
-    """Write the answer, and add both to the conversation; a Ctrl-C at a terminal cuts it.
+@dataclass
+class _Conversation:
+    """What was said, and what each line does to it; see `ChatCommand.run`."""
 
-    False if there is none: then the reason was written, and the conversation is as it was.
-    """
-    question: dict[str, object] = {"role": "user", "content": line}
-    written = ""
-    try:
-        prompt, settings = llm.chat_prompt([*messages, question], params)
-        most = llm.max_model_len
-        if len(prompt) >= most and _fits_alone(llm, messages, question, params):
-            _say_full(f"has {len(prompt)} tokens with this message, and the model reads {most - 1}")
+    llm: LLM
+    params: SamplingParams
+    system: str | None
+    num_left_out: int = 0
+    seconds: float = 0.0
+    """For all answers together."""
+    turns: list[dict[str, object]] = field(default_factory=list)
+
+    def take(self, line: str) -> None:
+        """Do what a line asks for: answer it, begin anew, or list the words there are."""
+        word = line.split(maxsplit=1)[0] if line.strip() else ""
+        if not re.fullmatch(r"/[A-Za-z]+", word) or line[0] != "/":
+            self.num_left_out += bool(word) and not self._answer(line)
+        elif line.strip() == "/new":
+            self.turns.clear()
+        elif line.strip() == "/help":
+            print("\n".join(f"{name:<7}{what}" for name, what in _WORDS.items()), file=sys.stderr)
+        else:
+            self.num_left_out += 1
+            known = word in _WORDS or word in _LEAVE
+            print(
+                f"{word}: {'it stands alone on its line' if known else 'no such word'}. "
+                f"There are {', '.join(_WORDS)}; a message that begins like one has a space before "
+                "it.",
+                file=sys.stderr,
+            )
+
+    def _answer(self, line: str) -> bool:
+        """Write the answer, and add both to the turns; a Ctrl-C at a terminal cuts it.
+
+        False if there is none: then the reason was written, and the turns are as they were.
+        """
+        llm = self.llm
+        question: dict[str, object] = {"role": "user", "content": line}
+        begun, written, most = time.perf_counter(), "", llm.max_model_len
+        reason, length = None, 0
+        try:
+            prompt, settings = self._prompt([*self.turns, question])
+            if len(prompt) >= most and len(self._prompt([question])[0]) < most:
+                _say_full(f"has {len(prompt)} tokens with this message; the model reads {most - 1}")
+                return False
+            length = len(prompt)
+            for delta in llm.stream(prompt, settings):
+                written += delta.text
+                reason, length = delta.finish_reason, length + len(delta.token_ids)
+                print(delta.text, end="", flush=True)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        except PcommError as error:
+            if written:
+                print()
+            if llm.failure:
+                # No other message would be answered.
+                raise
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            print("This message is left out; the next may be another one.", file=sys.stderr)
             return False
-        reason, length = None, len(prompt)
-        for delta in llm.stream(prompt, settings):
-            written += delta.text
-            reason, length = delta.finish_reason, length + len(delta.token_ids)
-            print(delta.text, end="", flush=True)
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():
-            raise
-    except PcommError as error:
-        if written:
-            print()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        print("This message is left out; the next may be another one.", file=sys.stderr)
-        return False
-    print()
-    if reason == "length" and length >= most:
-        _say_full(f"has {length} tokens, the most of this model, and the answer is cut off")
-    messages += [question, {"role": "assistant", "content": written}]
-    return True
+        finally:
+            self.seconds += time.perf_counter() - begun
+        print()
+        if reason == "length" and length >= most:
+            _say_full(f"has {length} tokens, the most of this model, and the answer is cut off")
+        self.turns += [question, {"role": "assistant", "content": written}]
+        return True
 
-
-def _without_turns(messages: list[dict[str, object]]) -> list[dict[str, object]]:
-    return [message for message in messages if message["role"] == "system"]
-
-
-def _fits_alone(
-    llm: LLM, messages: list[dict[str, object]], question: dict[str, object], params: SamplingParams
-) -> bool:
-    alone = [*_without_turns(messages), question]
-    return len(llm.chat_prompt(alone, params)[0]) < llm.max_model_len
+    def _prompt(self, turns: list[dict[str, object]]) -> tuple[list[int], SamplingParams]:
+        first: list[dict[str, object]] = []
+        if self.system:
+            first.append({"role": "system", "content": self.system})
+        return self.llm.chat_prompt([*first, *turns], self.params)
 
 
 def _say_full(found: str) -> None:
     print(f"The conversation {found}.", file=sys.stderr)
-    print(f"Type {_NEW} to begin another one; what was said is then forgotten.", file=sys.stderr)
+    print("Type /new to begin another one; what was said is then forgotten.", file=sys.stderr)
 
 
 command = ChatCommand()

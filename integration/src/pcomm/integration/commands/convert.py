@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
+from pcomm.integration.huggingface.directory import check_model_folder
 
 __all__ = ["command"]
 
@@ -33,7 +34,7 @@ class ConvertCommand:
         parser.add_argument(
             "--dtype",
             choices=_DTYPES,
-            help="dtype of the weights in a directory; without it that of the directory which the "
+            help="dtype of the weights in a directory; default: that of the directory which the "
             "run started from, or fp32",
         )
         parser.add_argument(
@@ -60,6 +61,7 @@ class ConvertCommand:
                 why="The option is for the weights of a run: NaN of a directory is always refused.",
                 fix="Leave --allow-not-finite away.",
             )
+        check_model_folder(source)
         # Imported late, so that a mistake above does not wait for torch.
         from pcomm.integration.commands.conversion import directory_to_run, run_to_directory
         from pcomm.integration.huggingface.tensors import SHORT_NAMES
@@ -73,7 +75,10 @@ class ConvertCommand:
         dtype = None if arguments.dtype is None else SHORT_NAMES[arguments.dtype]
         allowed = arguments.allow_not_finite
         kind = run_to_directory(source, out, dtype=dtype, allow_not_finite=allowed)
-        print(f"{out}  a {kind} model, which transformers loads")
+        print(f"{out}  a {kind} model, which transformers loads:")
+        for file in sorted(out.iterdir()):
+            print(f"  {file.name:<32}{file.stat().st_size:>16,} bytes")
+        print(f"pcomm serve {out}  serves it")
         return 0
 
 

@@ -17,12 +17,17 @@ from pcomm.integration.commands.llm_options import (
     given_options,
     llm_options,
 )
+from pcomm.integration.huggingface.directory import check_model_folder
 
 if TYPE_CHECKING:
     from pcomm.inference import SamplingParams
     from pcomm.integration.llm import LLM
 
 __all__ = ["command"]
+
+
+# Where a model brings settings of its own, they come first.
+_OR = "default: as generation_config.json of the model says, else "
 
 
 class GenerateCommand:
@@ -35,33 +40,42 @@ class GenerateCommand:
         """`DIR`, how it is loaded, the prompt, how tokens are drawn, the end, and `--json`."""
         add_llm_options(parser)
         prompt = parser.add_mutually_exclusive_group()
-        prompt.add_argument("--prompt", default="", metavar="TEXT", help="what to continue")
         prompt.add_argument(
-            "--prompt-ids", metavar="1,2,3", help="what to continue, as ids of tokens"
+            "--prompt",
+            default="",
+            metavar="TEXT",
+            help="what to continue; default: no text, a new document",
         )
-        parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 128")
+        prompt.add_argument(
+            "--prompt-ids",
+            metavar="1,2,3",
+            help="what to continue, as ids of tokens; default: none",
+        )
+        parser.add_argument(
+            "--max-tokens", type=int, metavar="N", help=f"most tokens to write; {_OR}128"
+        )
         parser.add_argument(
             "--temperature",
             type=float,
             metavar="T",
-            help="0: the likeliest token; default: 0.8",
+            help=f"0: always the likeliest token; {_OR}0.8",
         )
         parser.add_argument(
-            "--top-k", type=int, metavar="K", help="draw from the K likeliest; 0: all, the default"
+            "--top-k", type=int, metavar="K", help=f"draw from the K likeliest; {_OR}0, all"
         )
         parser.add_argument(
             "--top-p",
             type=float,
             metavar="P",
-            help="draw from the likeliest tokens that together have this probability",
+            help=f"draw from the likeliest tokens that together have this probability; {_OR}1",
         )
         parser.add_argument(
             "--stop",
             action="append",
             metavar="TEXT",
-            help="end before this text; may be given several times",
+            help="end before this text; may be given several times; default: none",
         )
-        parser.add_argument("--seed", type=int, default=0, metavar="S")
+        parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -85,6 +99,7 @@ class GenerateCommand:
         prompt: str | list[int] = arguments.prompt
         if arguments.prompt_ids is not None:
             prompt = _ids(arguments.prompt_ids)
+        check_model_folder(arguments.model)
         # Imported late, so that a mistake above does not wait for torch.
         from pcomm.core import Topology, connect, open_groups
         from pcomm.integration.llm import LLM
@@ -122,7 +137,7 @@ class GenerateCommand:
         if is_first and arguments.json:
             print(json.dumps(text | {"speed": summary.fields()}))
         elif is_first:
-            print(summary, file=sys.stderr)
+            print(summary.with_stats() if arguments.stats else summary, file=sys.stderr)
         return 0
 
 

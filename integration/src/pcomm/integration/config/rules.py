@@ -20,7 +20,9 @@ from pcomm.integration.config.nonuniform import (
 )
 from pcomm.integration.config.sections import (
     Config,
+    DataConfig,
     Dtype,
+    MetricsConfig,
     ParallelConfig,
     Resolved,
     ResolvedModel,
@@ -37,6 +39,11 @@ __all__ = ["check_shards", "validate", "validate_resilient"]
 
 # 256 bytes and the end of a document, for a tokenizer that is trained with the model.
 _LEAST_VOCABULARY = 257
+
+# Keys of `parallel` that do nothing where no rank may die.
+_OF_RESILIENT = ("lost_replica", "copies")
+
+_OWN_SUFFIXES = (".jsonl", ".parquet", ".gz", ".zst")
 
 
 def validate(config: Config, world_size: int) -> Resolved:
@@ -59,10 +66,13 @@ def validate(config: Config, world_size: int) -> Resolved:
             why="A tokenizer has an id for each of 256 bytes and for the end of a document.",
             fix=f"Set data.vocabulary to at least {_LEAST_VOCABULARY}.",
         )
+    _check_text(config.data)
     _check_best(config)
+    _check_wandb(config.metrics)
     model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
+    _check_optimizer(config.train, parallel)
     if parallel.failed:
         plan = plan_without_failed(model, config.data.vocabulary, parallel)
         check_ranks_left(plan, model, parallel, world_size)
@@ -82,6 +92,14 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
             "parallel.sequence each rank of tp has only some of a document's tokens.",
             fix="Set parallel.sequence = false, or parallel.cp_strategy to 'auto' or 'heads'.",
         )
+    for key in _OF_RESILIENT:
+        if (value := getattr(parallel, key)) != getattr(ParallelConfig(), key):
+            raise ConfigError(
+                f"parallel.{key}",
+                found=f"the value {value!r} without --resilient",
+                why="A run that is not resilient ends when a rank dies.",
+                fix="Start it with --resilient, or leave the key away.",
+            )
     if parallel.failed:
         return resolve_with_failed(parallel)
     named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
@@ -274,8 +292,34 @@ def _with_micro_batches(train: TrainConfig, share: int) -> ResolvedTrain:
         "A micro-batch consists of whole rows.",
     )
     _check_decay(train)
+    _check_profile(train)
     dtype: Dtype = "fp32" if train.dtype == "auto" else train.dtype
     return ResolvedTrain(**{**values_of(train), "dtype": dtype, "micro_batch_tokens": micro})
+
+
+def _check_optimizer(train: TrainConfig, parallel: ResolvedParallel) -> None:
+    """Refuse Muon where ranks have parts of a matrix, and its keys without it."""
+    default = TrainConfig()
+    keys = ("muon_learning_rate", "muon_momentum")
+    given = [key for key in keys if getattr(train, key) != getattr(default, key)]
+    if train.optimizer == "adamw" and given:
+        raise ConfigError(
+            f"train.{given[0]}",
+            found=f"the value {getattr(train, given[0])!r} with train.optimizer = 'adamw'",
+            why="AdamW does not read it.",
+            fix="Set train.optimizer to 'muon', or leave it away.",
+        )
+    split = {"parallel.tp": parallel.tp, f"parallel.data = {parallel.data!r}": parallel.shard_ranks}
+    for key, ranks in split.items():
+        if train.optimizer == "muon" and ranks > 1:
+            raise UnsupportedError(
+                "train.optimizer = 'muon'",
+                found=f"{key} over {ranks} ranks",
+                why="Muon makes the momentum of a whole matrix orthogonal, and each of these ranks "
+                "has a part of it.",
+                fix="Set parallel.tp = 1 and parallel.data = 'replicate', or train.optimizer to "
+                "'adamw'; parallel.cp and parallel.ep work with both.",
+            )
 
 
 def _check_best(config: Config) -> None:
@@ -294,6 +338,59 @@ def _check_best(config: Config) -> None:
             found=f"the value True with {found}",
             why="Checkpoints are compared by what an evaluation at the same step has found.",
             fix="Evaluate, and set checkpoint.every to a multiple of train.eval_every.",
+        )
+
+
+def _check_wandb(metrics: MetricsConfig) -> None:
+    """Refuse a project for what is switched off: the run would be looked for in vain."""
+    if metrics.wandb == "none" and metrics.wandb_project != MetricsConfig().wandb_project:
+        raise ConfigError(
+            "metrics.wandb_project",
+            found=f"the value {metrics.wandb_project!r} with metrics.wandb = 'none'",
+            why="Only with Weights & Biases is there a project.",
+            fix="Set metrics.wandb to 'online' or 'offline', or leave metrics.wandb_project away.",
+        )
+
+
+def _check_text(data: DataConfig) -> None:
+    """Refuse weights of other sources, and encodings and endings that mean nothing."""
+    if data.weights and len(data.weights) != len(data.path):
+        raise ConfigError(
+            "data.weights",
+            found=f"{len(data.weights)} weights, and {len(data.path)} entries of data.path",
+            why="Each entry of data.path is a source, and has one weight.",
+            fix="Give one number above 0 for each entry, or leave data.weights away.",
+        )
+    if own := [suffix for suffix in data.text_suffixes if suffix.lower() in _OWN_SUFFIXES]:
+        raise ConfigError(
+            "data.text_suffixes",
+            found=f"the ending {own[0]!r}",
+            why="It is no ending of plain text, and says how its files are read.",
+            fix="Leave it away: such files are read without it.",
+        )
+    try:
+        # What Python calls a codec may also turn bytes into bytes.
+        "".encode(data.encoding)
+    except (LookupError, ValueError) as error:
+        raise ConfigError(
+            "data.encoding",
+            found=f"the value {data.encoding!r}: {error}",
+            why="It is no encoding of text that Python knows.",
+            fix="Write for example 'utf-8', 'utf-16', 'latin-1', 'cp1252' or 'gb18030'.",
+        ) from error
+
+
+def _check_profile(train: TrainConfig) -> None:
+    """Refuse a range of steps that the run does not have."""
+    if train.profile_steps == "none":
+        return
+    first, last = train.profile_steps
+    if not first <= last <= train.steps:
+        raise ConfigError(
+            "train.profile_steps",
+            found=f"the value [{first}, {last}] with train.steps = {train.steps}",
+            why="They are the first and the last step that are recorded.",
+            fix=f"Give two steps from 1 to {train.steps}, the first one first.",
         )
 
 
@@ -329,49 +426,111 @@ def validate_resilient(config: Config, world_size: int) -> Resolved:
 
     Args:
         config: The configuration as the user wrote it.
-        world_size: Number of ranks with which the run starts.
+        world_size: Number of ranks with which the run starts. Those beyond dp x cp x tp are spare,
+            where `dp` is a number.
 
     Raises:
         UnsupportedError: A key has a value that such a run cannot have.
         PcommError: An error of `validate`.
     """
-    resolved = validate(replace(config, parallel=replace(config.parallel, failed=())), world_size)
-    parallel, train = resolved.parallel, resolved.train
+    asked = config.parallel
+    if asked.dp != "auto":
+        world_size = min(world_size, asked.dp * asked.cp * asked.tp)
+    own = {key: getattr(asked, key) for key in _OF_RESILIENT}
+    usual = {key: getattr(ParallelConfig(), key) for key in _OF_RESILIENT}
+    resolved = validate(replace(config, parallel=replace(asked, failed=(), **usual)), world_size)
+    is_sharded = asked.data == "shard"
+    zero = 1 if is_sharded else asked.zero
+    resolved = replace(resolved, parallel=replace(resolved.parallel, **own, zero=zero))
+    if not is_sharded and asked.copies != usual["copies"]:
+        raise ConfigError(
+            "parallel.copies",
+            found=f"the value {asked.copies} with parallel.data = {asked.data!r}",
+            why="Every replica has all of the optimizer's state then.",
+            fix="Set parallel.data to 'shard', or leave parallel.copies away.",
+        )
+    _refuse_keys(config, resolved)
+    return resolved
+
+
+def _refuse_keys(config: Config, resolved: Resolved) -> None:
+    """Refuse what a resilient run cannot have, and name the first of the values that it can."""
+    asked, train, parallel = config.parallel, resolved.train, resolved.parallel
     for key, value, allowed, why in (
-        ("parallel.data", parallel.data, "replicate", "A shard is lost with its rank."),
-        ("parallel.ep", parallel.ep, 1, "An expert would be lost with its rank."),
+        (
+            "parallel.data",
+            asked.data,
+            ("shard", "replicate"),
+            "Each part of the optimizer's state is on some of all replicas, and not of a few.",
+        ),
+        (
+            "parallel.zero",
+            asked.zero,
+            # The default has not been asked for; such a run takes 1.
+            (1, ParallelConfig().zero),
+            "A shard of parameters or gradients is lost with its rank.",
+        ),
+        ("parallel.ep", parallel.ep, (1,), "An expert would be lost with its rank."),
         (
             "parallel.failed",
-            list(config.parallel.failed),
-            [],
+            list(asked.failed),
+            ([],),
             "Ranks that die are found while the run goes on.",
         ),
         (
             "parallel.cp_strategy",
             "heads" if parallel.cp_strategy == "heads" else "auto",
-            "auto",
+            ("auto",),
             "Heads need not divide any more among ranks of cp once ranks of tp are gone.",
         ),
         (
             "checkpoint.keep_best",
             resolved.checkpoint.keep_best,
-            False,
+            (False,),
             "Such a run saves before it evaluates.",
         ),
-        ("train.on_nan", train.on_nan, "stop", "Ranks that join could not know what was skipped."),
+        (
+            "metrics.wandb",
+            resolved.metrics.wandb,
+            ("none",),
+            "Ranks take turns in writing, and one that waits for a server would count as dead.",
+        ),
+        (
+            "train.on_nan",
+            train.on_nan,
+            ("stop",),
+            "Ranks that join could not know what was skipped.",
+        ),
+        (
+            "train.compile",
+            train.compile,
+            (False,),
+            "The others would wait while a rank that joins compiles.",
+        ),
+        (
+            "train.profile_steps",
+            train.profile_steps,
+            ("none",),
+            "A rank that dies writes no file.",
+        ),
+        (
+            "train.optimizer",
+            train.optimizer,
+            ("adamw",),
+            "Once ranks of tp are gone, replicas have different parts of a matrix.",
+        ),
         (
             "model.from",
             config.model.from_,
-            "",
+            ("",),
             "A rank that joins takes its weights from the others or from a checkpoint. First make "
             "the directory the run's first checkpoint, with pcomm convert.",
         ),
     ):
-        if value != allowed:
+        if value not in allowed:
             raise UnsupportedError(
                 f"pcomm train --resilient: {key}",
                 found=f"the value {value!r}",
                 why=why,
-                fix=f"Set {key} = {allowed!r}, or train without --resilient.",
+                fix=f"Set {key} = {allowed[0]!r}, or train without --resilient.",
             )
-    return resolved

@@ -1,29 +1,23 @@
-"""The configuration: every key where it is explained, resolved forms, the strict dataclass."""
+"""The configuration: every key where it is explained, and resolved forms."""
 
 from __future__ import annotations
 
-import json
 import keyword
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from functools import wraps
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
 )
-from pydantic.dataclasses import dataclass
 
-from pcomm.core.errors import ConfigError, near_misses
+from pcomm.integration.config.strict_section import INT64, UNICODE, listed, one_or_listed, section
 
 __all__ = [
     "SECTIONS",
@@ -32,6 +26,7 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "Key",
+    "MetricsConfig",
     "ModelConfig",
     "ParallelConfig",
     "Resolved",
@@ -43,135 +38,9 @@ __all__ = [
     "attribute_of",
     "given",
     "keys",
-    "listed",
     "section",
-    "shown",
-    "toml_value",
     "values_of",
 ]
-
-
-T = TypeVar("T")
-
-_STRICT = ConfigDict(
-    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-)
-
-
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-def section(name: str) -> Callable[[type[T]], type[T]]:
-    """Make a class a section of the configuration: a frozen dataclass with keyword arguments.
-
-    Types are strict, but for an int given for a float. What is no value of a key is a
-    `ConfigError` that names every such key of the section, and explains it.
-
-    Args:
-        name: The section's name in TOML; empty for the whole configuration.
-    """
-
-    def make(cls: type[T]) -> type[T]:
-        made: Any = dataclass(frozen=True, kw_only=True, config=_STRICT)(cls)
-        check = made.__init__
-
-        @wraps(check)
-        def __init__(self: T, /, **values: object) -> None:
-            try:
-                check(self, **values)
-            except ValidationError as error:
-                raise _refused(name, made.__pydantic_fields__, values, error) from None
-
-        made.__init__ = __init__
-        found: type[T] = made
-        return found
-
-    return make
-
-
-def _unicode(text: str) -> str:
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError("it holds bytes that are no UTF-8")
-    return text
-
-
-def attribute_of(key: str) -> str:
-    """The dataclass field of a key: its name, with a `_` behind it where that is Python's word."""
-    return f"{key}_" if keyword.iskeyword(key) else key
-
-
-def _int64(number: int) -> int:
-    if number >= 2**63:
-        raise ValueError("it does not fit into 64 bits")
-    return number
-
-
-UNICODE = AfterValidator(_unicode)
-"""Takes text without lone surrogates, which could not be written back.
-
-Bytes of the command line that are no UTF-8 arrive as such.
-"""
-
-INT64 = AfterValidator(_int64)
-"""Takes integers below 2**63, which tensors and files can hold."""
-
-
-def listed(value: object) -> object:
-    """A list as a tuple, anything else as it is: a set would differ in order between ranks."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def one_or_listed(value: object) -> object:
-    """A text that is not empty as a list of it; anything else as `listed` has it."""
-    return (value,) if isinstance(value, str) and value else listed(value)
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it: its `repr`, cut where that is long."""
-    try:
-        text = repr(value)
-    except ValueError:
-        text = "an integer of more digits than Python writes"
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def toml_value(value: object) -> str:
-    """A scalar, or a tuple or list of scalars, as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML wants DEL escaped as well.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    return repr(value)
-
-
-def _refused(
-    name: str, known: Mapping[str, Any], values: Mapping[str, object], error: ValidationError
-) -> ConfigError:
-    """What pydantic has found, for all keys of the section together, each behind its name."""
-    problems: dict[str, list[str]] = {}
-    for one in error.errors(include_url=False):
-        key, *inside = one["loc"]
-        # Of a list, which item; of a union, pydantic names the kind instead.
-        place = f"item {inside[0]}: " if inside and isinstance(inside[0], int) else ""
-        problems.setdefault(str(key), []).append(place + one["msg"])
-    names = {key: f"{name}.{key.rstrip('_')}".lstrip(".") for key in problems}
-    whys, fixes = [], []
-    for key, found in problems.items():
-        help = known[key].description or "" if key in known else ""
-        whys.append(f"{names[key]}: {' or '.join(found)}. {' '.join(help.split())}".rstrip())
-        if key not in known:
-            fixes.append(near_misses(key, known))
-        elif isinstance(default := known[key].default, str | int | float | tuple):
-            fixes.append(f"Write for example `{names[key]} = {toml_value(default)}`.")
-        else:
-            fixes.append(f"Give {names[key]} such a value.")
-    return ConfigError(
-        ", ".join(names.values()),
-        found="the value " + ", ".join(shown(values.get(key)) for key in problems),
-        why="\n".join(whys),
-        fix="\n".join(fixes),
-    )
 
 
 Count = Annotated[NonNegativeInt, INT64]
@@ -179,6 +48,7 @@ Size = Annotated[PositiveInt, INT64]
 AutoSize = Size | Literal["auto"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, UNICODE]
+Suffix = Annotated[str, UNICODE, Field(pattern=r"^\.[^./\\\s]+$")]
 Dtype = Literal["fp32", "bf16"]
 
 
@@ -346,7 +216,8 @@ class ParallelConfig:
     `replicate`, all with `shard`."""
 
     zero: Annotated[int, Field(ge=1, le=3)] = 3
-    """What shards keep whole: 1 parameters and gradients, 2 parameters in a step, 3 nothing."""
+    """What shards keep whole: 1 parameters and gradients, 2 parameters in a step, 3 nothing. With
+    `--resilient` it is 1."""
 
     sequence: bool = False
     """Split the tokens between the layers over the `tp` ranks, too."""
@@ -355,6 +226,15 @@ class ParallelConfig:
     """Ranks of the grid that are not there, such as "dp=0,tp=3": their replicas train with the
     ranks of tp that are left, and with as much less of the batch. Then `dp` is a number, and as
     many processes fewer are started."""
+
+    lost_replica: Literal["absorb", "shrink"] = "absorb"
+    """With `--resilient`, what becomes of the rows of a replica that is lost whole. absorb: the
+    others take them, so that the batch stays. shrink: the batch is smaller until the replica is
+    back; its rows come in a later step, and a run of as many steps reads fewer tokens."""
+
+    copies: Size = 2
+    """With `--resilient` and `data = shard`, replicas that have each part of the optimizer's state.
+    A death costs no step while one of them is left."""
 
 
 @section("train")
@@ -377,6 +257,10 @@ class TrainConfig:
     """Compute each block again in backward and keep its input alone: the same numbers from less
     memory, in more time. What ranks send in a forward of layers they send again."""
 
+    compile: bool = False
+    """Compile each block with torch.compile; the first step then takes its time. Attention, the
+    cores of recurrent mixers and what ranks exchange stay outside of the graphs."""
+
     sequence_length: Size = 256
     """Tokens in a row; attention sees at most one row."""
 
@@ -386,8 +270,20 @@ class TrainConfig:
     micro_batch_tokens: AutoSize = "auto"
     """Tokens that one rank computes at once. auto: its whole share of the batch."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: torch's Muon for the matrices of the layers in blocks (queries, keys and
+    values are three), and AdamW for the embedding, the head, norms, experts and all else. Muon
+    needs whole matrices, so parameters may not be split over ranks."""
+
     learning_rate: NonNegativeFloat = 1e-3
-    """Learning rate at the end of the warm-up."""
+    """AdamW's learning rate at the end of the warm-up."""
+
+    muon_learning_rate: NonNegativeFloat = 0.02
+    """That of Muon, which follows the same schedule. For a matrix of more rows than columns it is
+    multiplied by the root of their ratio, as Keller Jordan does."""
+
+    muon_momentum: Share = 0.95
+    """Muon's momentum, of Nesterov's kind."""
 
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """What follows the warm-up: half a cosine or a straight line down to the last step; wsd, the
@@ -412,7 +308,7 @@ class TrainConfig:
     old learning rate to the new one. Over 0 steps it jumps, which is said."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """AdamW's decay, for matrices only."""
+    """Decay of either optimizer, for matrices only."""
 
     betas: Annotated[tuple[Share, Share], BeforeValidator(listed)] = (0.9, 0.95)
     """AdamW's two decay rates of the averages."""
@@ -420,7 +316,7 @@ class TrainConfig:
     peak_tflops: PositiveFloat | Literal["auto"] = "auto"
     """What the device of one rank can do in `dtype`, in 10^12 operations a second, as its data
     sheet says; the rows tell the share that the run reaches of it (MFU). auto: what a product of
-    two large matrices reaches at the start; no share with --resilient."""
+    two large matrices reaches at the start."""
 
     clip_norm: PositiveFloat | Literal["none"] = 1.0
     """Largest global norm of the gradient. none: no clipping."""
@@ -439,14 +335,44 @@ class TrainConfig:
     eval_tokens: Size | Literal["all"] = 65_536
     """Held-out tokens of an evaluation. all: all there are."""
 
+    sample_every: Count = 0
+    """Steps between samples, which continue the prompts of `[sample]` in `samples.jsonl`. 0: one
+    sample at the end."""
+
+    profile_steps: Annotated[tuple[Size, Size] | Literal["none"], BeforeValidator(listed)] = "none"
+    """First and last step that torch's profiler records, from 1, such as [10, 12]. Each rank writes
+    a trace into `profile` in the run's folder, and on a GPU its allocations. none: nothing."""
+
 
 @section("data")
 class DataConfig:
     """Which text is learnt, and how it becomes tokens."""
 
     path: Annotated[tuple[Text, ...], BeforeValidator(one_or_listed)] = ()
-    """Files or globs: .txt, .jsonl, .parquet; one alone needs no list. Empty: the source of
-    Python's own library."""
+    """Files, folders or globs; one alone needs no list. Of a folder all files below it that can be
+    read: those of `text_suffixes`, .jsonl and .parquet, and all but the last as .gz or .zst, too.
+    Empty: the source of Python's own library."""
+
+    weights: Annotated[tuple[PositiveFloat, ...], BeforeValidator(listed)] = ()
+    """Share of the rows that each entry of `path` gets, in their order, such as [3, 1]; they need
+    not add up to 1. Empty: each document once an epoch."""
+
+    text_suffixes: Annotated[tuple[Suffix, ...], BeforeValidator(one_or_listed)] = (
+        *(".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".go", ".java"),
+        *(".js", ".ts", ".rs", ".sh"),
+    )
+    """Endings of files of plain text, each of which is one document."""
+
+    encoding: Text = "utf-8"
+    """How they are written. With utf-8 a byte order mark at the beginning decides instead."""
+
+    errors: Literal["strict", "replace", "ignore"] = "strict"
+    """Bytes that `encoding` does not have: an error, the sign U+FFFD, or left out; the run says in
+    how many files."""
+
+    cache: Text = "auto"
+    """Folder in which tokens are kept for other runs on the same text. auto: what `PCOMM_CACHE`
+    says, else pcomm in the user's cache folder. none: no such folder."""
 
     text_key: Text = "text"
     """Key of the text in a .jsonl line, column in a .parquet file."""
@@ -479,12 +405,29 @@ class CheckpointConfig:
     """Write the files while training goes on."""
 
 
+@section("metrics")
+class MetricsConfig:
+    """Where the numbers of a run go, beside `metrics.jsonl`, and TensorBoard if it is installed."""
+
+    wandb: Literal["none", "online", "offline"] = "none"
+    """Weights & Biases, by the package `wandb`: online sends as the run goes on, offline keeps the
+    numbers in the run's folder for `wandb sync`. What it needs is asked when the run starts; where
+    that fails the run goes on, and says so. A dry run asks nothing."""
+
+    wandb_project: Annotated[str, UNICODE, Field(min_length=1)] = "pcomm"
+    """Its project; the run has the name of its folder. `WANDB_API_KEY`, `WANDB_ENTITY` and other
+    variables of the client count."""
+
+
 @section("sample")
 class SampleConfig:
-    """The text that is written at the end of a run."""
+    """The texts that are written at the end of a run, and in it with `train.sample_every`."""
 
     prompt: Text = "def"
     """Text to continue. Empty: no sample."""
+
+    prompts: Annotated[tuple[Text, ...], BeforeValidator(listed)] = ()
+    """More texts to continue."""
 
     max_tokens: Count = 128
     """Most tokens to write."""
@@ -500,6 +443,7 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
         "train": TrainConfig,
         "data": DataConfig,
         "checkpoint": CheckpointConfig,
+        "metrics": MetricsConfig,
         "sample": SampleConfig,
     }
 )
@@ -515,6 +459,7 @@ class Config:
     train: TrainConfig = Field(default_factory=TrainConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
 
 
@@ -579,6 +524,11 @@ class Resolved(Config):
     model: ResolvedModel = Field(...)
     parallel: ResolvedParallel = Field(...)
     train: ResolvedTrain = Field(...)
+
+
+def attribute_of(key: str) -> str:
+    """The dataclass field of a key: its name, with a `_` behind it where that is Python's word."""
+    return f"{key}_" if keyword.iskeyword(key) else key
 
 
 def values_of(part: Any) -> dict[str, Any]:

@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pcomm.core.errors import ConfigError, near_misses
-from pcomm.integration.config.sections import (
-    SECTIONS,
-    Config,
-    attribute_of,
-    keys,
-    shown,
-    toml_value,
-)
+from pcomm.integration.config.sections import SECTIONS, Config, attribute_of, keys
+from pcomm.integration.config.strict_section import shown, toml_value
 
 __all__ = ["apply_overrides", "from_dict", "given_keys", "load_config", "to_dict", "to_toml"]
 

@@ -20,6 +20,7 @@ __all__ = [
     "Batch",
     "DocumentOrder",
     "DocumentSlice",
+    "Mixture",
     "ShuffledRows",
     "TrainBatches",
     "dealt_rows",
@@ -69,6 +70,50 @@ class Batch:
 _EVALUATION_SEED = 0
 
 
+class Mixture:
+    """Deals rows to sources by their weights: after any number of rows each has its share.
+
+    Nothing is drawn and nothing remembered: whose row n is follows from n and the weights alone, so
+    that a run that goes on, on any number of ranks, reads what it would have read. Of S sources
+    each is within max(1, S / 2) rows of its share at any time.
+
+    Args:
+        weights: One finite number above 0 for each source, at least one.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        # Exact, so that no rounding makes a row belong to two sources or to none.
+        left = [Fraction(weight) for weight in weights]
+        shares = [own / sum(left[i:]) for i, own in enumerate(left)]
+        self._shares = [(share.numerator, share.denominator) for share in shares]
+
+    def counts(self, rows: int) -> list[int]:
+        """How many of the first `rows` rows come from each source."""
+        found = []
+        for numerator, denominator in self._shares:
+            # The nearest whole number of those that the sources before have left.
+            own = (2 * rows * numerator + denominator) // (2 * denominator)
+            found.append(own)
+            rows -= own
+        return found
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The source of a row, and how many rows before it come from there.
+
+        Each share of what is left rises by none or one from a row to the next, so exactly one
+        source has one more.
+        """
+        after = row + 1
+        for source, (numerator, denominator) in enumerate(self._shares):
+            before = (2 * row * numerator + denominator) // (2 * denominator)
+            own = (2 * after * numerator + denominator) // (2 * denominator)
+            if own > before:
+                return source, before
+            row -= before
+            after -= own
+        raise AssertionError("the last source takes all that are left")
+
+
 class TrainBatches:
     """The training batches of a run. Batch i depends on the corpus, `seed` and i alone.
 
@@ -83,6 +128,8 @@ class TrainBatches:
         sequence_length: Tokens in a row.
         global_batch_tokens: Tokens in the batch of one step, over all data-parallel ranks.
         micro_batch_tokens: Tokens that one rank computes at once; None for its whole share.
+        weights: Weight of each source of the corpus, whose rows are then dealt by a `Mixture`;
+            empty to read all documents alike.
 
     Raises:
         ConfigError: The batch does not consist of whole rows.
@@ -96,16 +143,29 @@ class TrainBatches:
         sequence_length: int,
         global_batch_tokens: int,
         micro_batch_tokens: int | None = None,
+        weights: Sequence[float] = (),
     ) -> None:
         _check_whole("train.global_batch_tokens", global_batch_tokens, sequence_length)
         _check_whole("train.micro_batch_tokens", micro_batch_tokens or 0, sequence_length)
         self._corpus = corpus
-        self._order = DocumentOrder(corpus, seed)
-        self._rows = ShuffledRows(seed, max(1, corpus.num_tokens // sequence_length))
+        sources = corpus.sources() if weights else [corpus]
+        self._orders = [DocumentOrder(own, seed, source) for source, own in enumerate(sources)]
+        windows = [max(1, own.num_tokens // sequence_length) for own in sources]
+        self._rows = [ShuffledRows(seed, rows, source) for source, rows in enumerate(windows)]
+        self._mixture = Mixture(weights or (1.0,))
         self._sequence_length = sequence_length
         self._micro_rows = (micro_batch_tokens or 0) // sequence_length
         self.rows_per_batch = global_batch_tokens // sequence_length
         """Rows in the batch of one step, over all data-parallel ranks."""
+        self._shift = 0
+
+    def go_on(self, step: int, rows: int) -> None:
+        """Let the batch of `step` begin where `rows` rows were read, such as in smaller batches."""
+        self._shift = rows - step * self.rows_per_batch
+
+    def rows_before(self, step: int) -> int:
+        """How many rows the batches before that of `step` have."""
+        return step * self.rows_per_batch + self._shift
 
     def num_micro_batches(
         self, dp_size: int, *, dp_rank: int = 0, shares: Sequence[int] = ()
@@ -158,11 +218,11 @@ class TrainBatches:
         equal = (self.rows_per_batch // dp_size,) * dp_size
         local = dealt_rows(shares or equal)[dp_rank]
         layout = Layout.balanced(len(local), num_micro)
-        first = step * self.rows_per_batch
+        first = self.rows_before(step)
         segments: list[DocumentSlice] = []
         for index in (local[i] for i in layout.positions(micro)):
-            start = self._rows.row(first + index) * self._sequence_length
-            segments += self._order.segments(start, start + self._sequence_length)
+            order, start = self._row(first + index)
+            segments += order.segments(start, start + self._sequence_length)
         return pack(self._corpus, segments)
 
     def num_targets(self, step: int) -> int:
@@ -171,10 +231,23 @@ class TrainBatches:
         Counted without reading the batch, so no rank has to ask the others.
         """
         length = self._sequence_length
-        first = step * self.rows_per_batch
-        starts = (self._rows.row(first + n) * length for n in range(self.rows_per_batch))
-        num_ends = sum(self._order.num_ends(start, start + length) for start in starts)
+        first = self.rows_before(step)
+        rows = (self._row(first + n) for n in range(self.rows_per_batch))
+        num_ends = sum(order.num_ends(start, start + length) for order, start in rows)
         return self.rows_per_batch * length - num_ends
+
+    def epochs(self, steps: int) -> list[float]:
+        """How often the first `steps` steps read each source, all of it together being one."""
+        rows = self._mixture.counts(steps * self.rows_per_batch)
+        return [
+            count * self._sequence_length / order.num_tokens
+            for count, order in zip(rows, self._orders, strict=True)
+        ]
+
+    def _row(self, number: int) -> tuple[DocumentOrder, int]:
+        """The stream that a row of the run is cut from, and where it begins there."""
+        source, index = self._mixture.place(number)
+        return self._orders[source], self._rows[source].row(index) * self._sequence_length
 
     def _check_shares(self, dp_size: int, shares: Sequence[int]) -> None:
         if len(shares) == dp_size and sum(shares) == self.rows_per_batch and min(shares) > 0:
@@ -268,10 +341,11 @@ class ShuffledRows:
     Args:
         seed: Decides the order, in [0, 2**64).
         window: Rows that are mixed with each other, at least 1.
+        source: Number of the source, whose order is then its own.
     """
 
-    def __init__(self, seed: int, window: int) -> None:
-        self._seed, self._window = seed, window
+    def __init__(self, seed: int, window: int, source: int = 0) -> None:
+        self._seed, self._window, self._source = seed, window, source
         self._windows: dict[int, NDArray[np.int64]] = {}
 
     def row(self, index: int) -> int:
@@ -283,7 +357,8 @@ class ShuffledRows:
         if window not in self._windows:
             # The counter sets it apart from the order of the documents, which has the same key.
             key = np.array([self._seed, window], dtype=np.uint64)
-            bits = np.random.Philox(key=key, counter=np.array([0, 0, 0, 1], dtype=np.uint64))
+            counter = np.array([0, 0, self._source, 1], dtype=np.uint64)
+            bits = np.random.Philox(key=key, counter=counter)
             order = np.argsort(bits.random_raw(self._window), kind="stable")
             # A batch touches two windows at most, unless the corpus is smaller than the batch.
             while len(self._windows) >= 2:
@@ -301,18 +376,19 @@ class DocumentOrder:
     Args:
         corpus: The documents, at least one.
         seed: Decides the order of every epoch, in [0, 2**64).
+        source: Number of the source, whose order is then its own.
     """
 
-    def __init__(self, corpus: TokenCorpus, seed: int) -> None:
-        self._corpus = corpus
-        self._seed = seed
+    def __init__(self, corpus: TokenCorpus, seed: int, source: int = 0) -> None:
+        self._corpus, self.num_tokens = corpus, corpus.num_tokens
+        self._seed, self._source = seed, source
         self._lengths = np.diff(corpus.offsets)
         self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def segments(self, start: int, stop: int) -> Iterator[DocumentSlice]:
         """The parts of documents that make up the positions `start` to `stop` of the stream."""
         while start < stop:
-            epoch, offset = divmod(start, self._corpus.num_tokens)
+            epoch, offset = divmod(start, self.num_tokens)
             documents, ends = self._epoch(epoch)
             index = int(np.searchsorted(ends, offset, side="right"))
             left = int(ends[index]) - offset
@@ -326,7 +402,7 @@ class DocumentOrder:
         return self._ends_before(stop) - self._ends_before(start)
 
     def _ends_before(self, position: int) -> int:
-        epoch, offset = divmod(position, self._corpus.num_tokens)
+        epoch, offset = divmod(position, self.num_tokens)
         _, ends = self._epoch(epoch)
         within = int(np.searchsorted(ends, offset, side="right"))
         return epoch * self._corpus.num_documents + within
@@ -336,7 +412,9 @@ class DocumentOrder:
         if epoch not in self._epochs:
             # numpy keeps the raw numbers of a bit generator stable over versions, but not
             # `permutation`, so the order is that of the raw numbers.
-            bits = np.random.Philox(key=np.array([self._seed, epoch], dtype=np.uint64))
+            key = np.array([self._seed, epoch], dtype=np.uint64)
+            counter = np.array([0, 0, self._source, 0], dtype=np.uint64)
+            bits = np.random.Philox(key=key, counter=counter)
             documents = np.argsort(bits.random_raw(len(self._lengths)), kind="stable")
             # A batch touches two epochs at most, unless the corpus is smaller than the batch.
             while len(self._epochs) >= 2:

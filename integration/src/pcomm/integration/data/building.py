@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +16,20 @@ from numpy.typing import NDArray
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.config.sections import DataConfig
-from pcomm.integration.data.sources import SourceFile
+from pcomm.integration.data.manifest import (
+    MANIFEST,
+    Manifest,
+    SourceCount,
+    checksums_of,
+    hash_of,
+    write_manifest,
+)
+from pcomm.integration.data.readers import SourceFile
 from pcomm.integration.data.token_cache import write_tokens
 from pcomm.integration.data.tokenizer import BytePairTokenizer, every, train_tokenizer
-from pcomm.integration.files import atomic_write, new_hash
+from pcomm.integration.huggingface.tokenizer import TOKENIZER
 
-__all__ = [
-    "BuiltTokens",
-    "build",
-    "check_files",
-    "cut_text",
-    "hash_of",
-    "held_out_mask",
-    "read_manifest",
-    "unusable",
-]
+__all__ = ["BuiltTokens", "build", "cut_text", "held_out_mask"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -58,6 +56,11 @@ class BuiltTokens:
     run_dir: Path
     has_tokenizer: bool
 
+    def begin(self) -> None:
+        """Remove what a process that died has left. Local; before anything is built."""
+        for left in (_BUILDING, _REPLACED):
+            shutil.rmtree(self.run_dir / left, ignore_errors=True)
+
     def take_place(self) -> None:
         """Exchange the tokens, and the tokenizer. Local; on one rank.
 
@@ -65,99 +68,98 @@ class BuiltTokens:
         """
         data, replaced = self.run_dir / "data", self.run_dir / _REPLACED
         if self.has_tokenizer:
-            (data / "manifest.json").unlink(missing_ok=True)
-            (self._folder / "tokenizer.json").replace(self.run_dir / "tokenizer.json")
+            (data / MANIFEST).unlink(missing_ok=True)
+            (self.folder / TOKENIZER).replace(self.run_dir / TOKENIZER)
         if data.exists():
             data.rename(replaced)
-        self._folder.rename(data)
+        self.folder.rename(data)
         # Who has mapped the old tokens keeps them.
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what was built. Local."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """Where they lie until then."""
         return self.run_dir / _BUILDING
 
 
 def build(
-    files: Sequence[SourceFile],
+    sources: Sequence[Sequence[SourceFile]],
     data: DataConfig,
-    sources: str,
-    run_dir: Path,
+    made_from: str,
+    built: BuiltTokens,
     kept: BytePairTokenizer | None,
-) -> BuiltTokens:
-    """Tokenise a corpus into a folder of its own in `run_dir`, which is made if absent. Local.
+) -> None:
+    """Tokenise a corpus into the folder of `built`, which is made. Local.
 
     Args:
-        files: The corpus.
+        sources: The files of each source.
         data: Split of the text, and number of token ids.
-        sources: Hash of all that the tokens are made from.
-        run_dir: The run's folder, whose tokens stay as they are.
+        made_from: Hash of all that the tokens are made from.
+        built: The tokens to make.
         kept: The tokenizer to use; None to train one.
 
     Raises:
         ConfigError: The files or the split cannot be used.
     """
-    keys, num_empty = _survey(files)
-    split = _Split(held_out_mask(keys, data.held_out), data.held_out)
+    texts = _survey(sources, data)
     tokenizer = kept
     if tokenizer is None:
         # Fails here, not within the trainer, where there is nothing to train on.
-        train_texts = (text for text, is_held_out in split.texts(files) if not is_held_out)
+        told = _Told("read %s for the tokenizer", texts)
+        train_texts = (text for one in texts for text, held in told(one.split()) if not held)
         tokenizer = train_tokenizer(train_texts, data.vocabulary)
-    built = BuiltTokens(run_dir, has_tokenizer=kept is None)
-    for left in (_BUILDING, _REPLACED):
-        shutil.rmtree(run_dir / left, ignore_errors=True)
     try:
-        _write(files, split, tokenizer, data, sources, num_empty, built)
+        _write(texts, tokenizer, data, made_from, built)
     except BaseException:
         built.discard()
         raise
-    return built
 
 
 def _write(
-    files: Sequence[SourceFile],
-    split: _Split,
+    texts: Sequence[_SourceText],
     tokenizer: BytePairTokenizer,
     data: DataConfig,
-    sources: str,
-    num_empty: int,
+    made_from: str,
     built: BuiltTokens,
 ) -> None:
-    folder = built.run_dir / _BUILDING
+    folder = built.folder
     folder.mkdir(parents=True)
     if built.has_tokenizer:
-        tokenizer.save(folder / "tokenizer.json")
-    saved = (folder if built.has_tokenizer else built.run_dir) / "tokenizer.json"
-    done = 0
-    tick = every(_SAY_S, time.monotonic, lambda s: _log.info("encoded %d documents", done))
+        tokenizer.save(folder / TOKENIZER)
+    saved = (folder if built.has_tokenizer else built.run_dir) / TOKENIZER
+    told = _Told("encoded %s", texts)
+    ends = [SourceCount(0, 0)]
     with (
         write_tokens(folder, "train", data.vocabulary) as train,
         write_tokens(folder, "held_out", data.vocabulary) as evaluation,
     ):
-        for chunk in _chunks(split.texts(files)):
-            tick()
-            encoded = tokenizer.encode_all([text for text, _ in chunk])
-            for (_, is_held_out), ids in zip(chunk, encoded, strict=True):
-                (evaluation if is_held_out else train).append([*ids, tokenizer.end_id])
-            done += len(chunk)
+        for source in texts:
+            for chunk in _chunks(told(source.split())):
+                encoded = tokenizer.encode_all([text for text, _ in chunk])
+                for (_, is_held_out), ids in zip(chunk, encoded, strict=True):
+                    (evaluation if is_held_out else train).append([*ids, tokenizer.end_id])
+            ends.append(SourceCount(len(train.offsets) - 1, train.offsets[-1]))
+    parts = [
+        SourceCount(end.documents - start.documents, end.tokens - start.tokens)
+        for start, end in pairwise(ends)
+    ]
     manifest = Manifest(
-        sources=sources,
+        sources=made_from,
         tokenizer=hash_of(saved.read_bytes()),
         vocabulary=data.vocabulary,
-        num_empty=num_empty,
+        num_empty=sum(source.num_empty for source in texts),
         train_documents=len(train.offsets) - 1,
         train_tokens=train.offsets[-1],
         held_out_documents=len(evaluation.offsets) - 1,
         held_out_tokens=evaluation.offsets[-1],
         checksums=checksums_of(folder),
+        parts=parts if data.weights else (),
     )
-    with atomic_write(folder / "manifest.json") as file:
-        file.write(json.dumps(asdict(manifest), indent=2).encode() + b"\n")
+    write_manifest(folder, manifest)
 
 
 def _chunks(texts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
@@ -173,30 +175,89 @@ def _chunks(texts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]
         yield chunk
 
 
-def _survey(files: Sequence[SourceFile]) -> tuple[list[str], int]:
-    """The keys of the documents with text, and the number of those without."""
-    keys: list[str] = []
-    num_empty = 0
-    errors: list[ConfigError] = []
-    for file in files:
-        try:
-            for document in file.documents():
-                if document.text.strip():
-                    keys.append(document.key)
-                else:
-                    num_empty += 1
-        except ConfigError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0] if len(errors) == 1 else _all_of(errors, len(files))
-    if not keys:
-        raise ConfigError(
-            "data.path",
-            found=f"{num_empty} documents in {len(files)} files, and no text in any of them",
-            why="There is nothing to learn from.",
-            fix="Name files with text in them.",
+class _Told:
+    """Hands out texts, and logs every few seconds how many of them have been used.
+
+    Args:
+        words: Message, with a place for the numbers.
+        texts: Texts of all sources.
+    """
+
+    def __init__(self, words: str, texts: Sequence[_SourceText]) -> None:
+        self._words = words
+        self._all = sum(len(source.held_out) for source in texts)
+        self._all_characters = sum(source.num_characters for source in texts)
+        self._documents = self._characters = 0
+        self._tick = every(_SAY_S, time.monotonic, self._say)
+
+    def __call__(self, texts: Iterator[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+        for text in texts:
+            yield text
+            self._documents += 1
+            self._characters += len(text[0])
+            self._tick()
+
+    def _say(self, seconds: float) -> None:
+        # The only document of a corpus comes as two.
+        done = min(self._documents, self._all)
+        _log.info(
+            self._words + " (%.1f of %.1f million characters, %.2f million a second)",
+            f"{done:,} of {self._all:,} documents",
+            self._characters / 1e6,
+            self._all_characters / 1e6,
+            self._characters / 1e6 / seconds,
         )
-    return keys, num_empty
+
+
+def _survey(sources: Sequence[Sequence[SourceFile]], data: DataConfig) -> list[_SourceText]:
+    """What there is to read in each source, after one look at all of it."""
+    found: list[_SourceText] = []
+    errors: list[ConfigError] = []
+    num_files = sum(map(len, sources))
+    done = num_partly = 0
+    tick = every(
+        _SAY_S, time.monotonic, lambda s: _log.info("read %d of %d files", done, num_files)
+    )
+    for number, files in enumerate(sources):
+        keys: list[str] = []
+        num_empty = num_characters = 0
+        for file in files:
+            is_whole = True
+            try:
+                for document in file.documents():
+                    tick()
+                    is_whole = is_whole and document.is_whole
+                    num_characters += len(document.text)
+                    if document.text.strip():
+                        keys.append(document.key)
+                    else:
+                        num_empty += 1
+            except ConfigError as error:
+                errors.append(error)
+            done += 1
+            num_partly += not is_whole
+        if not (keys or errors):
+            raise ConfigError(
+                f"data.path: {data.path[number]}" if data.weights else "data.path",
+                found=f"{num_empty} documents in {len(files)} files, and no text in any of them",
+                why="There is nothing to learn from.",
+                fix="Name files with text in them.",
+            )
+        if not errors:
+            mask = held_out_mask(keys, data.held_out)
+            found.append(_SourceText(files, mask, data.held_out, num_empty, num_characters))
+    if errors:
+        raise errors[0] if len(errors) == 1 else _all_of(errors, num_files)
+    if num_partly:
+        _log.warning(
+            "%d of %d files hold bytes that are no %s: data.errors = %r has them %s",
+            num_partly,
+            num_files,
+            data.encoding,
+            data.errors,
+            "replaced" if data.errors == "replace" else "left out",
+        )
+    return found
 
 
 def _all_of(errors: Sequence[ConfigError], num_files: int) -> ConfigError:
@@ -214,20 +275,26 @@ def _all_of(errors: Sequence[ConfigError], num_files: int) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class _Split:
-    """Which texts are held out: whole documents, or the end of the only one.
+class _SourceText:
+    """Text of a source, of which whole documents, or the end of the only one, are held out.
 
     Args:
+        files: The files.
         held_out: One bool for each document with text, True if it is held out.
         share: Share of the text that is held out, in [0, 1).
+        num_empty: Documents without text.
+        num_characters: Characters of all documents.
     """
 
+    files: Sequence[SourceFile]
     held_out: NDArray[np.bool_]
     share: float
+    num_empty: int
+    num_characters: int
 
-    def texts(self, files: Sequence[SourceFile]) -> Iterator[tuple[str, bool]]:
+    def split(self) -> Iterator[tuple[str, bool]]:
         """The texts in order, and whether each is held out."""
-        documents = self._documents(files)
+        documents = self._documents()
         if len(self.held_out) > 1 or not self.share:
             yield from documents
             return
@@ -244,8 +311,8 @@ class _Split:
         yield parts[0], False
         yield parts[1], True
 
-    def _documents(self, files: Sequence[SourceFile]) -> Iterator[tuple[str, bool]]:
-        texts = (doc.text for file in files for doc in file.documents() if doc.text.strip())
+    def _documents(self) -> Iterator[tuple[str, bool]]:
+        texts = (doc.text for file in self.files for doc in file.documents() if doc.text.strip())
         for text, is_held_out in zip_longest(texts, self.held_out.tolist()):
             if text is None or is_held_out is None:
                 raise ConfigError(
@@ -324,86 +391,3 @@ def _place(key: str) -> float:
     digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     # 53 bits, which a float holds exactly.
     return (int.from_bytes(digest, "big") >> 11) / 2**53
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Hashes of what the tokens follow from, and how many there are.
-
-    Args:
-        sources: Hash of the text, and of how it is read and split.
-        tokenizer: Hash of `tokenizer.json`.
-        vocabulary: Bound of the token ids.
-        num_empty: Documents without text.
-        train_documents: Documents to learn.
-        train_tokens: Their tokens.
-        held_out_documents: Documents that are held out.
-        held_out_tokens: Their tokens.
-        checksums: Hash of each file of tokens, by its name.
-    """
-
-    sources: str
-    tokenizer: str
-    vocabulary: int
-    num_empty: int
-    train_documents: int
-    train_tokens: int
-    held_out_documents: int
-    held_out_tokens: int
-    checksums: Mapping[str, str]
-
-
-def hash_of(content: bytes) -> str:
-    """BLAKE2b of 16 bytes, in hexadecimal digits."""
-    return new_hash(content).hexdigest()
-
-
-def read_manifest(run_dir: Path) -> Manifest:
-    """The manifest of a run's tokens.
-
-    Raises:
-        ConfigError: There is none, or it is damaged.
-    """
-    path = run_dir / "data" / "manifest.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Manifest(**{**content, "checksums": dict(content["checksums"])})
-    except OSError as error:
-        raise unusable(run_dir, f"{path.name}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise unusable(run_dir, f"{path.name}: {error}") from error
-
-
-def checksums_of(folder: Path) -> dict[str, str]:
-    """Hashes of the arrays in a folder, by the names of their files."""
-    found = {}
-    for path in sorted(folder.glob("*.npy")):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, new_hash)
-        found[path.name] = digest.hexdigest()
-    return found
-
-
-def check_files(run_dir: Path, manifest: Manifest) -> None:
-    """Compare the files of tokens with their checksums. Local; reads all of them.
-
-    Raises:
-        ConfigError: A file is not as it was written.
-    """
-    try:
-        found = checksums_of(run_dir / "data")
-    except OSError as error:
-        raise unusable(run_dir, str(error)) from error
-    if found != manifest.checksums:
-        names = [name for name, digest in found.items() if manifest.checksums.get(name) != digest]
-        raise unusable(run_dir, f"{', '.join(names) or 'a missing file'}: another checksum")
-
-
-def unusable(run_dir: Path, found: str) -> ConfigError:
-    """The error that tokens are missing, damaged, or not finished."""
-    return ConfigError(
-        f"prepared data in {run_dir}",
-        found=found,
-        why="The tokens there are missing, damaged, or not finished.",
-        fix="Start the run again: its first rank prepares the data anew.",
-    )

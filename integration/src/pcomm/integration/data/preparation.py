@@ -1,38 +1,46 @@
 """From files to mapped tokens: prepared once by one rank, opened by all of them.
 
 Beside the run lie `tokenizer.json` and `data/`: the tokens of both splits, and `manifest.json`,
-which says what they were made from. New tokens are built beside these and exchanged for them, so a
-call that fails or is interrupted changes nothing.
+which says what they were made from. New tokens are built beside these, or taken from those that
+runs share, and exchanged for them, so a call that fails or is interrupted changes nothing.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+
+import tokenizers
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.config.sections import DataConfig
-from pcomm.integration.data.building import (
-    BuiltTokens,
-    build,
-    check_files,
-    hash_of,
-    read_manifest,
-    unusable,
-)
-from pcomm.integration.data.sources import content_hash, find_files
+from pcomm.integration.data.building import BuiltTokens, build
+from pcomm.integration.data.manifest import check_files, hash_of, read_manifest, unusable
+from pcomm.integration.data.readers import SourceFile
+from pcomm.integration.data.shared_tokens import SharedTokens, cache_folder
+from pcomm.integration.data.sources import content_hash, file_times, find_sources
 from pcomm.integration.data.token_cache import TokenCorpus, open_tokens
-from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
+from pcomm.integration.data.tokenizer import BytePairTokenizer, every, load_tokenizer
+from pcomm.integration.files import atomic_write
 from pcomm.integration.huggingface.model_from import has_directory
+from pcomm.integration.huggingface.tokenizer import TOKENIZER
 
 __all__ = ["Prepared", "build_beside", "open_prepared", "prepare"]
 
 _log = logging.getLogger("pcomm.train")
 
 # Part of the fingerprint: raise it when the same files would give other tokens.
-_FORMAT = 2
+_FORMAT = 3
+
+# Beside the tokens: when the files were changed, so that a run that goes on reads none of them.
+_TIMES = "read.json"
+
+_SAY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,8 @@ def build_beside(
     """The first half of `prepare`, after which `run_dir` still has the tokens that it had. Local.
 
     Args:
-        data: Files of the text, and how it is split. `data.vocabulary` bounds the token ids.
+        data: Files of the text, how it is split, and where tokens are shared with other runs.
+            `data.vocabulary` bounds the token ids.
         run_dir: The run's folder; made if absent.
         keep_tokenizer: Use the `tokenizer.json` that is there, whatever it was trained on. For
             a resumed run, whose weights mean nothing under another one.
@@ -89,27 +98,40 @@ def build_beside(
             `build` and `load_tokenizer`.
         UnsupportedError: A parquet file is asked for, and pyarrow is not installed.
     """
-    files = find_files(data)
+    sources = find_sources(data)
+    files = list(chain.from_iterable(sources))
+    times, is_settled = file_times(files)
+    content = _content_before(run_dir, times) or content_hash(_told(files))
     # How text is read, split and tokenised is as much a source of the tokens as the text.
-    settings = f"{_FORMAT} {data.text_key} {data.held_out!r} {data.vocabulary}"
-    sources = hash_of(f"{settings} {content_hash(files)}".encode())
-    kept = load_tokenizer(run_dir / "tokenizer.json") if keep_tokenizer else None
+    reading = (data.text_key, data.encoding, data.errors, data.held_out, data.vocabulary)
+    counts = [len(source) for source in sources] if data.weights else []
+    text = hash_of(f"{reading!r} {counts} {content}".encode())
+    made_from = hash_of(f"{_FORMAT} {text}".encode())
+    kept = load_tokenizer(run_dir / TOKENIZER) if keep_tokenizer else None
+    # What another version would train on the same text is another tokenizer.
+    tokenizer = f"trained by {tokenizers.__version__}"
     if kept is not None:
         _check_fits(kept, data.vocabulary, run_dir)
+        tokenizer = hash_of((run_dir / TOKENIZER).read_bytes())
         if check is not None:
-            check(_fingerprint(sources, hash_of((run_dir / "tokenizer.json").read_bytes())))
-    # Tokens of a tokenizer that came with a model are of no use to a run that begins without one.
-    is_own = keep_tokenizer or not has_directory(run_dir)
-    try:
-        if is_own and (manifest := read_manifest(run_dir)).sources == sources:
-            check_files(run_dir, manifest)
-            open_prepared(run_dir)
-            return None
-    except ConfigError as error:
-        # Not there, damaged or interrupted: whichever it was, it is built again.
-        if (run_dir / "data").exists():
-            _log.warning("%s: %s; the tokens are made anew", error.asked, error.found)
-    return build(files, data, sources, run_dir, kept)
+            check(_fingerprint(made_from, tokenizer))
+    # Files that have just changed may change again without another time.
+    noted = times if is_settled else ""
+    if _is_there(run_dir, made_from, is_own=keep_tokenizer or not has_directory(run_dir)):
+        _note_times(run_dir / "data", noted, content)
+        return None
+    built = BuiltTokens(run_dir, has_tokenizer=kept is None)
+    built.begin()
+    shared = SharedTokens(cache_folder(data.cache))
+    key = hash_of(f"{text} {tokenizer}".encode())
+    if not shared.take(key, made_from, built.folder, has_tokenizer=built.has_tokenizer):
+        build(sources, data, made_from, built, kept)
+        if file_times(files)[0] == times:
+            shared.keep(key, built.folder)
+        else:
+            _log.warning("a file of the corpus changed while it was read: other runs read it anew")
+    _note_times(built.folder, noted, content)
+    return built
 
 
 def open_prepared(run_dir: Path) -> Prepared:
@@ -118,20 +140,19 @@ def open_prepared(run_dir: Path) -> Prepared:
     Raises:
         ConfigError: Nothing was prepared there, or it is damaged.
     """
-    manifest = read_manifest(run_dir)
-    tokenizer_file = run_dir / "tokenizer.json"
+    folder = run_dir / "data"
+    manifest = read_manifest(folder)
+    tokenizer_file = run_dir / TOKENIZER
     tokenizer = load_tokenizer(tokenizer_file)
     if hash_of(tokenizer_file.read_bytes()) != manifest.tokenizer:
-        raise unusable(run_dir, "tokenizer.json is not the one that made the tokens")
+        raise unusable(folder, "tokenizer.json is not the one that made the tokens")
     bytes_per_id = tokenizer.bytes_per_id(manifest.vocabulary)
-    folder = run_dir / "data"
+    documents = tuple(part.documents for part in manifest.parts)
     try:
-        train, held_out = (
-            open_tokens(folder, split, bytes_per_id, tokenizer.end_id)
-            for split in ("train", "held_out")
-        )
+        train = open_tokens(folder, "train", bytes_per_id, tokenizer.end_id, documents)
+        held_out = open_tokens(folder, "held_out", bytes_per_id, tokenizer.end_id)
     except (OSError, ValueError) as error:
-        raise unusable(run_dir, str(error)) from error
+        raise unusable(folder, str(error)) from error
     counts = train.num_documents, train.num_tokens, held_out.num_documents, held_out.num_tokens
     promised = (
         manifest.train_documents,
@@ -139,10 +160,63 @@ def open_prepared(run_dir: Path) -> Prepared:
         manifest.held_out_documents,
         manifest.held_out_tokens,
     )
-    if counts != promised:
-        raise unusable(run_dir, f"documents and tokens number {counts}, not {promised}")
+    if counts != promised or [s.num_tokens for s in train.sources()] != (
+        [part.tokens for part in manifest.parts] or [manifest.train_tokens]
+    ):
+        raise unusable(folder, f"documents and tokens number {counts}, not {promised}")
     fingerprint = _fingerprint(manifest.sources, manifest.tokenizer)
     return Prepared(tokenizer, train, held_out, fingerprint, manifest.num_empty)
+
+
+def _is_there(run_dir: Path, made_from: str, *, is_own: bool) -> bool:
+    """Whether the run has these tokens, whole.
+
+    Args:
+        run_dir: The run's folder.
+        made_from: Hash of all that they are made from.
+        is_own: False for tokens of a tokenizer that came with a model, which are of no use to a run
+            that begins without one.
+    """
+    folder = run_dir / "data"
+    try:
+        if is_own and (manifest := read_manifest(folder)).sources == made_from:
+            check_files(folder, manifest)
+            open_prepared(run_dir)
+            return True
+    except ConfigError as error:
+        # Not there, damaged or interrupted: whichever it was, it is built again.
+        if folder.exists():
+            _log.warning("%s: %s; the tokens are made anew", error.asked, error.found)
+    return False
+
+
+def _content_before(run_dir: Path, times: str) -> str:
+    """The hash of the corpus when the run last read it, if no file has changed since."""
+    try:
+        noted = json.loads((run_dir / "data" / _TIMES).read_text(encoding="utf-8"))
+        return str(noted["content"]) if times and noted["times"] == times else ""
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def _note_times(folder: Path, times: str, content: str) -> None:
+    noted = json.dumps({"times": times, "content": content}).encode()
+    path = folder / _TIMES
+    if not (path.exists() and path.read_bytes() == noted):
+        with atomic_write(path) as file:
+            file.write(noted)
+
+
+def _told(files: Sequence[SourceFile]) -> Iterator[SourceFile]:
+    """The files, of which it says every few seconds how many were hashed."""
+    done = 0
+    tick = every(
+        _SAY_S, time.monotonic, lambda s: _log.info("hashed %d of %d files", done, len(files))
+    )
+    for file in files:
+        yield file
+        done += 1
+        tick()
 
 
 def _check_fits(tokenizer: BytePairTokenizer, vocabulary: int, run_dir: Path) -> None:

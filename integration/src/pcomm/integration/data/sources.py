@@ -1,98 +1,85 @@
-"""From `data.path` to documents: text files, JSON lines, Parquet, and Python's library."""
+"""From `data.path` to files: named ones, folders, globs, and Python's library."""
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
-import importlib
 import io
-import json
+import logging
 import os
 import sysconfig
+import time
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
 
-from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
+from pcomm.core.errors import ConfigError, near_misses
 from pcomm.integration.config.sections import DataConfig
+from pcomm.integration.data.readers import (
+    COMPRESSED,
+    Document,
+    JsonLinesFile,
+    ParquetFile,
+    SourceFile,
+    TextFile,
+    open_bytes,
+)
 
 __all__ = [
-    "Document",
-    "SourceFile",
     "content_hash",
-    "decode",
+    "file_times",
     "find_files",
+    "find_sources",
     "standard_library_files",
 ]
 
+_log = logging.getLogger("pcomm.train")
 
-class Document(NamedTuple):
-    """One text that no prediction may look beyond."""
-
-    name: str
-    """Where it stands, relative to the corpus: the same on every machine with these files."""
-
-    text: str
-
-    is_record: bool = False
-    """Whether it is one of many in a file, where its place says nothing about it."""
-
-    @property
-    def key(self) -> str:
-        """What decides its side of the held-out split: its file's name, or a record's content."""
-        if not self.is_record:
-            return self.name
-        # Not the text itself, since the keys of all documents are kept at once.
-        return hashlib.blake2b(self.text.encode("utf-8"), digest_size=16).hexdigest()
-
-
-class SourceFile(Protocol):
-    """One file of a corpus."""
-
-    @property
-    def name(self) -> str:
-        """The file's path relative to the corpus, with forward slashes."""
-
-    @property
-    def path(self) -> Path:
-        """Where the file lies on this machine."""
-
-    def documents(self) -> Iterator[Document]:
-        """The file's documents in order, empty ones included.
-
-        Raises:
-            ConfigError: The file cannot be read, or does not hold what its kind promises.
-        """
-
-
-_KINDS = (".txt", ".jsonl", ".parquet")
+# How long a clock of files may stand still.
+_TICK_NS = 2_000_000_000
 
 
 def find_files(data: DataConfig) -> Sequence[SourceFile]:
-    """The files of a corpus: those of `data.path`, or the standard library where that is empty.
+    """The files of a corpus, those of all its sources; see `find_sources`."""
+    return list(chain.from_iterable(find_sources(data)))
 
-    Files are sorted by path and counted once, however many patterns match them. Their names are
-    relative to the folder that holds them all, so that they do not depend on the machine.
+
+def find_sources(data: DataConfig) -> Sequence[Sequence[SourceFile]]:
+    """The files of each source: one for each entry of `data.path` if they have weights, else one.
+
+    Those of a source are sorted by path and counted once, however many patterns match them; an
+    empty `data.path` is the standard library. Names are relative to the folder that holds all
+    files, so that they do not depend on the machine.
 
     Raises:
-        ConfigError: A path does not exist, a pattern matches nothing, or a file is of no known
-            kind.
+        ConfigError: A path does not exist, a pattern or a folder gives nothing, a file is of no
+            known kind, or belongs to two sources.
     """
     if not data.path:
-        return standard_library_files()
-    paths = sorted({path for pattern in data.path for path in _expand(pattern)})
-    if unknown := [path for path in paths if path.suffix.lower() not in _KINDS]:
-        raise _unknown_kinds(unknown)
+        return [standard_library_files()]
+    endings = _endings(data)
+    matches = [sorted(set(_expand(pattern, endings))) for pattern in data.path]
+    groups = matches if data.weights else [sorted(set(chain.from_iterable(matches)))]
+    paths = list(chain.from_iterable(groups))
+    if unknown := [path for path in paths if _ending(path) not in endings]:
+        raise _unknown_kinds(unknown, endings)
+    for path, count in Counter(paths).items() if data.weights else ():
+        if count > 1:
+            raise _in_two(
+                path, [p for p, own in zip(data.path, matches, strict=True) if path in own]
+            )
     root = Path(os.path.commonpath([path.parent for path in paths]))
-    return [_source(path, path.relative_to(root).as_posix(), data.text_key) for path in paths]
+    return [
+        [_source(path, path.relative_to(root).as_posix(), data) for path in group]
+        for group in groups
+    ]
 
 
-def content_hash(files: Sequence[SourceFile]) -> str:
+def content_hash(files: Iterable[SourceFile]) -> str:
     """A hash of the names and bytes of all files: equal hashes, equal corpora.
 
     Raises:
@@ -100,16 +87,49 @@ def content_hash(files: Sequence[SourceFile]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        name = file.name.encode("utf-8", "surrogateescape")
-        digest.update(hashlib.blake2b(name).digest())
-        with open_file(file.path) as content:
+        digest.update(hashlib.blake2b(_bytes_of(file.name)).digest())
+        with open_bytes(file.path) as content:
             digest.update(hashlib.file_digest(content, hashlib.blake2b).digest())
     return digest.hexdigest()
 
 
-def _expand(pattern: str) -> list[Path]:
+def file_times(files: Iterable[SourceFile]) -> tuple[str, bool]:
+    """A hash of names, sizes and times of change, and whether all are older than two seconds.
+
+    While it stays the same, so does `content_hash`; but a file may change twice in the same tick of
+    the clock, so the times of one that has just changed say nothing later.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    latest = 0
+    for file in files:
+        with suppress(OSError):  # which is said when it is read
+            found = file.path.stat()
+            # The second time also tells files apart that have a time of their archive.
+            times = found.st_mtime_ns, found.st_ctime_ns
+            digest.update(_bytes_of(f"{file.name}\0{found.st_size} {times}\0"))
+            latest = max(latest, *times)
+    return digest.hexdigest(), latest < time.time_ns() - _TICK_NS
+
+
+def _bytes_of(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")
+
+
+def _endings(data: DataConfig) -> tuple[str, ...]:
+    """The endings of all files that can be read."""
+    plain = (*(suffix.lower() for suffix in data.text_suffixes), ".jsonl")
+    return (*plain, ".parquet", *(f"{one}{packed}" for one in plain for packed in COMPRESSED))
+
+
+def _ending(path: Path) -> str:
+    """The ending of a name in lower case, with that of the content where it is compressed."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return "".join(suffixes[-2:] if suffixes and suffixes[-1] in COMPRESSED else suffixes[-1:])
+
+
+def _expand(pattern: str, endings: Sequence[str]) -> list[Path]:
     try:
-        return _matches(pattern)
+        return _matches(pattern, endings)
     except (OSError, RuntimeError) as error:  # too long a name, an unknown home
         raise ConfigError(
             f"data.path: {pattern:.200}",
@@ -119,17 +139,12 @@ def _expand(pattern: str) -> list[Path]:
         ) from error
 
 
-def _matches(pattern: str) -> list[Path]:
+def _matches(pattern: str, endings: Sequence[str]) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_file():
         return [Path(os.path.abspath(path))]
     if path.is_dir():
-        raise ConfigError(
-            f"data.path: {pattern}",
-            found="a folder",
-            why="data.path lists files, and a folder may hold more than the corpus.",
-            fix=f'Say which files: `data.path = ["{path.as_posix()}/**/*.txt"]`.',
-        )
+        return _below(Path(os.path.abspath(path)), pattern, endings)
     if path.exists():
         raise _no_file(pattern, path)
     is_glob = glob.has_magic(str(path))
@@ -175,215 +190,74 @@ def _neighbours(path: Path) -> str:
     return near_misses(path.name, [entry.name for entry in path.parent.iterdir()][:1000])
 
 
-def _source(path: Path, name: str, text_key: str) -> SourceFile:
-    match path.suffix.lower():
-        case ".txt":
-            return TextFile(name, path)
-        case ".jsonl":
-            return JsonLinesFile(name, path, text_key)
-    return ParquetFile(name, path, text_key)
+def _below(folder: Path, pattern: str, endings: Sequence[str]) -> list[Path]:
+    """The files below a folder that can be read, but for hidden ones and those of runs."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    others: Counter[str] = Counter()
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        if Path(parent, "data", "manifest.json").is_file() and "tokenizer.json" in names:
+            _log.info("data.path: %s is left out, since it is the folder of a run", parent)
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(parent, name) for name in names if not name.startswith(".")):
+            # A broken link stays, and is an error when it is read.
+            if _ending(path) in endings and (path.is_file() or path.is_symlink()):
+                found.append(path)
+            else:
+                others[_ending(path)] += 1
+    if not found:
+        raise ConfigError(
+            f"data.path: {pattern}",
+            found=f"a folder without a file that can be read, and {others.total()} others",
+            why=f"Files are chosen by their endings: {', '.join(endings)}.",
+            fix="Check the folder, or give the endings of plain text as data.text_suffixes.",
+        )
+    if others:
+        _log.info(
+            "data.path: left out of %s, since data.text_suffixes does not have the ending: %s",
+            folder,
+            _counted(others),
+        )
+    return found
 
 
-def _unknown_kinds(paths: Sequence[Path]) -> ConfigError:
-    counts = Counter(path.suffix for path in paths).most_common(10)
-    each = ", ".join(f"{count} in {suffix!r}" for suffix, count in counts)
-    found = f"{len(paths)} files with other endings: {each}"
+def _source(path: Path, name: str, data: DataConfig) -> SourceFile:
+    match _ending(path).split("."):
+        case [_, "jsonl", *_]:
+            return JsonLinesFile(name, path, data.text_key)
+        case [_, "parquet"]:
+            return ParquetFile(name, path, data.text_key)
+    return TextFile(name, path, data.encoding, data.errors)
+
+
+def _counted(endings: Counter[str]) -> str:
+    return ", ".join(f"{count} in {ending!r}" for ending, count in endings.most_common(10))
+
+
+def _unknown_kinds(paths: Sequence[Path], endings: Sequence[str]) -> ConfigError:
+    found = f"{len(paths)} files with other endings: {_counted(Counter(map(_ending, paths)))}"
     return ConfigError(
         f"data.path: {paths[0]}",
-        found=found if len(paths) > 1 else f"a file that ends in {paths[0].suffix!r}",
-        why=f"The ending says how a file is read; known are {', '.join(_KINDS)}.",
-        fix="Rename plain text to .txt (one document a file), or narrow the pattern.",
+        found=found if len(paths) > 1 else f"a file that ends in {_ending(paths[0])!r}",
+        why=f"The ending says how a file is read; known are {', '.join(endings)}.",
+        fix="Give the endings of plain text (one document a file) as data.text_suffixes, or narrow "
+        "the pattern.",
     )
 
 
-@contextmanager
-def open_file(path: Path) -> Iterator[io.BufferedReader]:
-    """A file of the corpus, open for reading bytes.
-
-    Raises:
-        ConfigError: The file is missing or cannot be read, now or within the block.
-    """
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise ConfigError(
-            f"data.path: {path}",
-            found=error.strerror or str(error),
-            why="The file belongs to the corpus and cannot be read.",
-            fix="Check the path and its permissions, or take it out of data.path.",
-        ) from error
-
-
-# What a text begins with that an editor saved in another encoding; the longer ones come first.
-_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-
-
-def decode(content: bytes, path: Path) -> str:
-    """The text of a file's bytes, which must be UTF-8.
-
-    Raises:
-        ConfigError: The bytes are no UTF-8; names the line.
-    """
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        marked = next((name for mark, name in _MARKS.items() if content.startswith(mark)), None)
-        found = f"the byte 0x{content[error.start]:02x} in line {line}, which is no UTF-8"
-        fix = f"Convert it, for example with `iconv -f latin1 -t utf-8 {path.name}`."
-        if marked is not None:
-            found = f"the byte order mark of {marked}, which is no UTF-8"
-            fix = f"Convert it with `iconv -f {marked.lower()} -t utf-8 {path.name}`."
-        raise ConfigError(
-            f"data.path: {path}",
-            found=found,
-            why="Text is read as UTF-8, and a guess at another encoding would train on garbage.",
-            fix=fix,
-        ) from error
-
-
-def checked_text(value: object, *, place: str, key: str) -> str:
-    """A document's text as a record gives it, if it is a string that UTF-8 can hold.
-
-    Raises:
-        ConfigError: It is another type, or holds half of a surrogate pair; names `place`.
-    """
-    if not isinstance(value, str):
-        raise ConfigError(
-            f"data.path: {place}",
-            found=f"the key {key!r} holds {value!r:.60}, a {type(value).__name__}",
-            why="The text of a document is a string.",
-            fix="Repair the record, or name the key of the text with data.text_key.",
-        )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"data.path: {place}",
-            found=f"the character {value[error.start]!r} in the text",
-            why="It is one half of a surrogate pair, which no UTF-8 text can hold.",
-            fix="Write the record again from its original text.",
-        ) from error
-    return value
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A `.txt` file, which is one document."""
-
-    name: str
-    path: Path
-
-    def documents(self) -> Iterator[Document]:
-        """The file's text; see `SourceFile.documents`."""
-        with open_file(self.path) as file:
-            content = file.read()
-        yield Document(self.name, decode(content, self.path))
-
-
-@dataclass(frozen=True)
-class JsonLinesFile:
-    """A `.jsonl` file: each line an object, whose `text_key` holds the text of a document."""
-
-    name: str
-    path: Path
-    text_key: str
-
-    def documents(self) -> Iterator[Document]:
-        """The text of each line that is not blank; see `SourceFile.documents`."""
-        with open_file(self.path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    place = f"{self.path}, line {number}"
-                    text = self._text(line, place)
-                    yield Document(f"{self.name}:{number}", text, is_record=True)
-
-    def _text(self, line: bytes, place: str) -> str:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
-            raise ConfigError(
-                f"data.path: {place}",
-                found=f"no JSON: {error}",
-                why="Each line of a .jsonl file is one JSON object.",
-                fix="Repair or remove the line.",
-            ) from error
-        if not isinstance(record, dict) or self.text_key not in record:
-            known = sorted(record) if isinstance(record, dict) else []
-            raise ConfigError(
-                f"data.path: {place}",
-                found=f"no key {self.text_key!r}; its keys are {known}"
-                if known
-                else f"no key {self.text_key!r} in {line[:60].decode(errors='replace')!r}",
-                why="data.text_key names the key that holds the text of each line's object.",
-                fix=f"Set data.text_key. {near_misses(self.text_key, known)}",
-            )
-        return checked_text(record[self.text_key], place=place, key=self.text_key)
-
-
-# pyarrow is optional and comes without types, so what it gives is `Any` here.
-
-
-@dataclass(frozen=True)
-class ParquetFile:
-    """A `.parquet` file whose column `text_key` holds the text of a document in each row."""
-
-    name: str
-    path: Path
-    text_key: str
-
-    def documents(self) -> Iterator[Document]:
-        """The text of each row, read batch by batch; see `SourceFile.documents`.
-
-        Raises:
-            UnsupportedError: pyarrow is not installed.
-        """
-        parquet = _import_parquet(self.path)
-        row = 0
-        with self._open(parquet) as file:
-            columns = list(file.schema_arrow.names)
-            if self.text_key not in columns:
-                raise ConfigError(
-                    f"data.path: {self.path}",
-                    found=f"no column {self.text_key!r}; its columns are {columns}",
-                    why="data.text_key names the column that holds the text.",
-                    fix=f"Set data.text_key. {near_misses(self.text_key, columns)}",
-                )
-            for batch in file.iter_batches(batch_size=1024, columns=[self.text_key]):
-                for value in batch.column(0).to_pylist():
-                    place = f"{self.path}, row {row}"
-                    text = checked_text(value, place=place, key=self.text_key)
-                    yield Document(f"{self.name}:{row}", text, is_record=True)
-                    row += 1
-
-    def _open(self, parquet: Any) -> Any:
-        try:
-            return parquet.ParquetFile(self.path)
-        except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-            raise ConfigError(
-                f"data.path: {self.path}",
-                found=str(error),
-                why="The file belongs to the corpus and cannot be read as parquet.",
-                fix="Check the path and its permissions, or take it out of data.path.",
-            ) from error
-
-
-def _import_parquet(path: Path) -> Any:
-    try:
-        return importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"data.path: {path}",
-            found=f"a .parquet file, and no pyarrow ({error})",
-            why="Parquet files are read with pyarrow, which is not installed here.",
-            fix="Run `python3 -m pip install pyarrow`, or convert the file to .jsonl.",
-        ) from error
+def _in_two(path: Path, patterns: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"data.path: {path}",
+        found=f"a file of {' and of '.join(map(repr, patterns))}",
+        why="With data.weights each entry of data.path is a source of its own, and a text of two "
+        "would have two shares.",
+        fix="Narrow one of the two, or leave data.weights away.",
+    )
 
 
 # What is left out, so that two machines with the same Python have the same corpus:
@@ -408,7 +282,7 @@ class PythonFile:
 
     def documents(self) -> Iterator[Document]:
         """The file's source, in the encoding that it declares; see `SourceFile.documents`."""
-        with open_file(self.path) as file:
+        with open_bytes(self.path) as file:
             content = file.read()
         try:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)

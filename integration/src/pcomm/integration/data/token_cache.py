@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -34,15 +35,26 @@ class TokenCorpus:
     end_id: int
     """Id of the end token."""
 
+    source_documents: tuple[int, ...] = ()
+    """Documents of each source, one source after the other; empty where all are one."""
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents, ends included."""
-        return len(self.tokens)
+        return int(self.offsets[-1] - self.offsets[0])
 
     @property
     def num_documents(self) -> int:
         """How many documents there are."""
         return len(self.offsets) - 1
+
+    def sources(self) -> list[TokenCorpus]:
+        """The documents of each source, with the same tokens."""
+        ends = np.cumsum([0, *(self.source_documents or (self.num_documents,))]).tolist()
+        return [
+            replace(self, offsets=self.offsets[start : stop + 1], source_documents=())
+            for start, stop in pairwise(ends)
+        ]
 
 
 class TokenWriter:
@@ -92,7 +104,11 @@ def write_tokens(folder: Path, split: str, vocabulary: int) -> Iterator[TokenWri
 
 
 def open_tokens(
-    folder: Path, split: str, bytes_per_id: NDArray[np.int32], end_id: int
+    folder: Path,
+    split: str,
+    bytes_per_id: NDArray[np.int32],
+    end_id: int,
+    source_documents: tuple[int, ...] = (),
 ) -> TokenCorpus:
     """The tokens of a split, mapped into memory.
 
@@ -104,7 +120,7 @@ def open_tokens(
     tokens = _load(folder / f"{split}_tokens.npy", "u", "r")
     if offsets.ndim != 1 or tokens.shape != (offsets[-1],):
         raise ValueError(f"{split}_tokens.npy holds {tokens.shape} tokens, not {offsets[-1:]}")
-    return TokenCorpus(tokens, offsets, bytes_per_id, end_id)
+    return TokenCorpus(tokens, offsets, bytes_per_id, end_id, source_documents)
 
 
 def _load(path: Path, kind: str, mode: Literal["r"] | None) -> NDArray[Any]:

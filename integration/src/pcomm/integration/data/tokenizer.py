@@ -120,7 +120,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
     beside = Beside[tokenizers.Tokenizer]()
     tokenizer = beside.run(
         lambda: _trained(beside.fed(texts), vocabulary),
-        every(_SAY_S, time.monotonic, lambda s: _log.info("training the tokenizer for %.0f s", s)),
+        every(
+            _SAY_S, time.monotonic, lambda s: _log.info("training the tokenizer: %.0f s so far", s)
+        ),
     )
     return BytePairTokenizer(tokenizer)
 
@@ -202,8 +204,8 @@ class Beside(Generic[T]):
         process, or as soon as it comes to `fed`.
 
         Args:
-            call: Runs in a thread of its own.
-            tick: Is called about ten times a second while it runs.
+            call: Function that runs in a thread of its own.
+            tick: Function that is called about ten times a second meanwhile.
         """
         results: list[T] = []
         errors: list[BaseException] = []

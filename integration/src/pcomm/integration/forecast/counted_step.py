@@ -27,11 +27,12 @@ from pcomm.integration.config.nonuniform import plan_of
 from pcomm.integration.config.sections import Resolved
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.forecast.lone_rank import Sent, lone_groups, lone_world
+from pcomm.integration.forecast.replay import OperationCall
 from pcomm.integration.parallelize import build_model, open_run_groups
 from pcomm.integration.replicas import used_ranks
 from pcomm.integration.train.trainer import Trainer
 
-__all__ = ["Computed", "CountedStep", "Memory", "Waited", "count_step"]
+__all__ = ["Computed", "CountedStep", "Memory", "StepCounter", "Waited", "count_step"]
 
 aten = torch.ops.aten
 
@@ -47,6 +48,9 @@ class Computed(NamedTuple):
 
     num_bytes: int
     """Bytes of its inputs and results."""
+
+    call: OperationCall | None = None
+    """The operation itself, where it can be done again."""
 
 
 class Waited(NamedTuple):
@@ -88,8 +92,8 @@ class CountedStep:
     """A step on rank 0, after the first one.
 
     Args:
-        memory: Its memory at the peak.
-        events: What it computes, sends and waits for, in order.
+        memory: Memory of the rank at the peak.
+        events: Operations, messages and waits of the rank, in order.
     """
 
     memory: Memory
@@ -119,36 +123,59 @@ def count_step(config: Resolved, batches: TrainBatches) -> CountedStep:
     Raises:
         PcommError: What a rank of the real run raises when it builds the model.
     """
-    parallel, plan = config.parallel, plan_of(config)
-    events: list[Event] = []
-    watch = _Allocations()
-
-    def tell(sent: Sent) -> Callable[[], None]:
-        events.append(sent)
-        number = len(events) - 1
-        return lambda: events.append(Waited(number))
-
-    def open_lone(
-        topology: Topology, specs: Sequence[str | tuple[str, str] | GroupSpec], **_: object
-    ) -> Groups:
-        return lone_groups(topology, specs, tell)
-
+    parallel, plan, counter = config.parallel, plan_of(config), StepCounter()
     num_ranks = parallel.dp * parallel.cp * parallel.tp if plan is None else len(used_ranks(plan))
     world = lone_world(num_ranks)
-    groups = open_run_groups(config, world, open_with=open_lone)
-    with watch.following(), _FakeRank(watch, events):
+    groups = open_run_groups(config, world, open_with=counter.open_groups)
+    with counter.counting():
         model = build_model(config, groups, world.device)
         trainer = Trainer(model, groups, config, batches, compares=False)
         for index in range(2):
-            events.clear()
-            watch.begin()
+            counter.begin()
             trainer.change(index)
         parameters = [p for _, p in trainer.replicas.named_parameters()]
         states = [s for state in trainer.optimizer.state.values() for s in state.values()]
-        memory = watch.memory(
-            parameters, states, [p.grad for p in parameters if p.grad is not None]
-        )
-    return CountedStep(memory, tuple(events))
+        return counter.counted(parameters, states)
+
+
+class StepCounter:
+    """Counts what a rank does, be it the step of a run or anything else on groups of its own."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._watch = _Allocations()
+
+    def open_groups(
+        self, topology: Topology, specs: Sequence[str | tuple[str, str] | GroupSpec], **_: object
+    ) -> Groups:
+        """The groups of rank 0 as `open_groups` opens them, without the others. Local."""
+        return lone_groups(topology, specs, self._tell)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within it tensors have no memory, and what is done with them is counted."""
+        with self._watch.following(), _FakeRank(self._watch, self._events):
+            yield
+
+    def begin(self) -> None:
+        """Forget what was done, but for the memory that it has left. Local."""
+        self._events.clear()
+        self._watch.begin()
+
+    def counted(self, parameters: Sequence[Tensor], states: Sequence[Tensor]) -> CountedStep:
+        """What was done since `begin`. Local.
+
+        Args:
+            parameters: Parameters, whose gradients are counted, too.
+            states: State of the optimizer.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return CountedStep(self._watch.memory(parameters, states, gradients), tuple(self._events))
+
+    def _tell(self, sent: Sent) -> Callable[[], None]:
+        self._events.append(sent)
+        number = len(self._events) - 1
+        return lambda: self._events.append(Waited(number))
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -279,15 +306,21 @@ class _FakeRank(FakeTensorMode):
         self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], result: Any
     ) -> None:
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        if getattr(func, "is_view", False) or not made or not (given or func in _FILLS):
+        if getattr(func, "is_view", False) or func.namespace == "prim" or func in _EMPTY:
+            return
+        if not (given or func in _FILLS):
             return
         counts = _FLOPS.get(func.overloadpacket)
         flops = 0 if counts is None else int(counts(*args, **kwargs, out_val=result))
-        floats = [one.dtype for one in (*given, *made) if one.is_floating_point()]
-        num_bytes = sum(one.nbytes for one in (*given, *made))
-        self._events.append(Computed(floats[0] if floats else made[0].dtype, flops, num_bytes))
+        # What returns nothing writes what it is given, such as the optimizer.
+        touched = (*given, *(made or given))
+        floats = [one.dtype for one in touched if one.is_floating_point()]
+        dtype, num_bytes = (floats or [torch.int64])[0], sum(one.nbytes for one in touched)
+        call = OperationCall.of(func, args, kwargs)
+        self._events.append(Computed(dtype, flops, num_bytes, call))
 
 
+_EMPTY = frozenset({aten.empty_like.default, aten.new_empty.default, aten._unsafe_view.default})
 _FILLS = frozenset({aten.zeros.default, aten.ones.default, aten.full.default})
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pcomm.integration.checkpoint.folders import newest
+from pcomm.core.errors import ConfigError, PcommError
+from pcomm.integration.checkpoint.folders import check_files, newest
 from pcomm.integration.config.model_rules import mixers
 from pcomm.integration.config.rules import validate
-from pcomm.integration.config.sections import Config, Resolved
+from pcomm.integration.config.sections import Config, Dtype, Resolved
 from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.data.preparation import Prepared, open_prepared
+from pcomm.integration.data.preparation import Prepared, open_prepared, prepare
+from pcomm.integration.data.readers import COMPRESSED, SourceFile, open_bytes
 from pcomm.integration.data.sources import find_files
 from pcomm.integration.data.token_cache import TokenCorpus
+from pcomm.integration.data.tokenizer import load_tokenizer
 from pcomm.integration.forecast.counted_step import CountedStep, count_step
 from pcomm.integration.forecast.machine import (
     Machine,
@@ -28,19 +33,35 @@ from pcomm.integration.forecast.machine import (
     predict_step,
     read_cluster,
 )
+from pcomm.integration.forecast.replay import Replay
+from pcomm.integration.huggingface.tokenizer import TOKENIZER
+from pcomm.integration.huggingface.weights import check_first_weights
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.train.compiled_blocks import check_compiler
+from pcomm.integration.train.loop import describe_mixture
+from pcomm.integration.train.optimizers import ParameterKinds
 from pcomm.integration.train.run_folder import check_resumable, hold_folder, prepare_folder
+from pcomm.integration.train.run_state import Progress, chosen_dtype
 from pcomm.integration.train.trainer import check_batch_memory, largest_memory
 
-__all__ = ["DryRun", "dry_run", "parameters_by_kind", "synthetic_batches"]
+__all__ = [
+    "DryRun",
+    "dry_run",
+    "duration_text",
+    "parameters_by_kind",
+    "size_text",
+    "synthetic_batches",
+]
 
 _GIB = 2**30
 # Up to so many bytes of text are tokenised, as the run would do; more would take minutes.
 _TOKENISED_BYTES = 2**25
 # Of text that is not tokenised: bytes of a token, and rows of a document.
 _BYTES_PER_TOKEN, _ROWS_PER_DOCUMENT = 3.5, 8
-# AdamW's two averages and the parameter itself, in fp32.
-_SAVED_BYTES = 12
+# Seconds of the processor for timing operations here.
+_REPLAY_S = 20.0
+# Bytes of an fp32 number, of which a checkpoint has the parameter and the averages.
+_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -53,8 +74,8 @@ class DryRun:
         text: Documents and tokens, in words.
         train_tokens: Tokens of the train split, perhaps estimated.
         step: The counted step of rank 0.
-        time: Its time.
-        machine: What the time was predicted for.
+        time: Predicted time of that step.
+        machine: Machine for which the time was predicted.
     """
 
     config: Resolved
@@ -68,7 +89,14 @@ class DryRun:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the tensors of one checkpoint."""
-        return _SAVED_BYTES * sum(self.parameters.values())
+        # Muon keeps its momentum alone, AdamW two averages.
+        model = LanguageModel(self.config.model, self.config.data.vocabulary, device="meta")
+        is_muon = self.config.train.optimizer == "muon"
+        muons = ParameterKinds.of(model).matrices if is_muon else {}
+        return sum(
+            _FLOAT * (2 if name in muons else 3) * parameter.numel()
+            for name, parameter in model.named_parameters()
+        )
 
     def __str__(self) -> str:
         """All of it, to be read."""
@@ -83,7 +111,9 @@ class DryRun:
         blocks = f"{model.layers} x {model.pattern}" if len(mixers(model)) > 16 else mixers(model)
         yield "model", f"{total:,} parameters in blocks {blocks}"
         yield "", kinds
-        yield "text", self.text
+        first, *sources = self.text.split("\n")
+        yield "text", first
+        yield from (("", source) for source in sources)
         yield (
             "training",
             f"{train.steps} steps of {train.global_batch_tokens:,} tokens, {tokens:,} in all: "
@@ -101,21 +131,24 @@ class DryRun:
     def _memory(self) -> Iterator[tuple[str, str]]:
         memory, keep = self.step.memory, self.config.checkpoint.keep
         yield "memory", "of a rank when it holds most"
-        yield "", f"{_size(memory.weights)} weights"
-        yield "", f"{_size(memory.optimizer)} optimizer"
-        later = f", {_size(memory.all_gradients)} at the end of backward"
-        yield "", f"{_size(memory.gradients)} gradients{later}"
-        yield "", f"{_size(memory.activations)} activations, gathered weights, what is in flight"
+        yield "", f"{size_text(memory.weights)} weights"
+        yield "", f"{size_text(memory.optimizer)} optimizer"
+        later = f", {size_text(memory.all_gradients)} at the end of backward"
+        yield "", f"{size_text(memory.gradients)} gradients{later}"
         yield (
             "",
-            f"{_size(memory.peak)} together, of {self.machine.memory_gib:.1f} GiB; Python, torch "
-            "and what the allocator keeps come to it",
+            f"{size_text(memory.activations)} activations, gathered weights, what is in flight",
+        )
+        yield (
+            "",
+            f"{size_text(memory.peak)} together, of {self.machine.memory_gib:.1f} GiB; Python, "
+            "torch and what the allocator keeps come to it",
         )
         copies = "all are kept" if keep == "all" else f"the newest {keep} are kept"
-        yield "checkpoint", f"{_size(self.checkpoint_bytes)}, and {copies}"
+        yield "checkpoint", f"{size_text(self.checkpoint_bytes)}, and {copies}"
 
     def _traffic(self) -> Iterator[tuple[str, str]]:
-        sent = [f"{key} {_size(count)}" for key, count in self.step.sent().items() if count]
+        sent = [f"{key} {size_text(count)}" for key, count in self.step.sent().items() if count]
         yield "sent", "by a rank in a step: " + (", ".join(sent) or "nothing")
 
     def _duration(self) -> Iterator[tuple[str, str]]:
@@ -123,28 +156,17 @@ class DryRun:
         rate = train.global_batch_tokens / time.seconds
         yield (
             "step",
-            f"about {_duration(time.seconds)}, of which {_duration(time.computing_s)} computing: "
-            f"{rate:,.0f} tokens/s; {train.steps} steps {_duration(time.seconds * train.steps)} "
-            "without evaluation",
+            f"about {duration_text(time.seconds)}, of which {duration_text(time.computing_s)} "
+            f"computing: {rate:,.0f} tokens/s; {train.steps} steps "
+            f"{duration_text(time.seconds * train.steps)} without evaluation",
         )
-        tflops = machine.bf16_tflops if train.dtype == "bf16" else machine.fp32_tflops
-        yield (
-            "assumed",
-            f"{machine.name or 'the cluster'}: {tflops:.3g} TFLOP/s in {train.dtype}, "
-            f"{machine.memory_gb_per_s:.3g} GB/s of memory, "
-            f"{machine.operation_us:.1f} us an operation;",
-        )
-        yield (
-            "",
-            f"{machine.link_gb_per_s:.3g} GB/s and {machine.link_us:.0f} us between ranks of a "
-            f"host, {machine.network_gb_per_s:.3g} GB/s and {machine.network_us:.0f} us between "
-            "hosts",
-        )
+        for number, line in enumerate(machine.assumptions(train.dtype)):
+            yield "" if number else "assumed", line
 
 
 def dry_run(
     config: Config,
-    run_dir: Path,
+    run_dir: Path | None,
     num_ranks: int,
     *,
     must_restart: bool = False,
@@ -154,25 +176,36 @@ def dry_run(
 
     Args:
         config: The configuration, after `start_config`.
-        run_dir: Folder of the run; it stays as it is.
+        run_dir: Folder of the run, which stays as it is; None for one that is not there yet.
         num_ranks: Ranks of the run.
         must_restart: True if checkpoints in the folder do not count.
         cluster: File that describes the machines; None for this one, which is measured.
 
     Raises:
         PcommError: The run would end with this error before its first step, or the file cannot be
-            used. Weights of `model.from` and checksums of a checkpoint are not read, nor text of
-            more than 32 MiB.
+            used. Of the weights of `model.from` names, shapes and dtypes are compared, and no
+            number is read; of more than 32 MiB of text no token is made.
     """
     machine = None if cluster is None else read_cluster(cluster)
-    resolved = validate(config, num_ranks)
+    is_new = must_restart or run_dir is None
+    folder = run_dir or Path()
+    if machine is not None and config.train.dtype == "auto" and (is_new or newest(folder) is None):
+        dtype: Dtype = "bf16" if machine.bf16_tflops > machine.fp32_tflops else "fp32"
+    else:
+        dtype, _ = chosen_dtype(config, folder, torch.device("cpu"), is_new=is_new)
+    resolved = validate(replace(config, train=replace(config.train, dtype=dtype)), num_ranks)
     memory = largest_memory(torch.device("cpu"))
-    check_batch_memory(resolved, memory if machine is None else int(machine.memory_gib * _GIB))
-    if not must_restart:
-        check_resumable(resolved, run_dir)
-    with _as_it_was(run_dir), hold_folder(run_dir):
-        pass
-    with _prepared(resolved, run_dir, must_restart=must_restart) as prepared:
+    check_batch_memory(resolved, memory if machine is None else machine.memory_bytes)
+    if resolved.train.compile and machine is None and not torch.cuda.is_available():
+        # Of other machines it is not known what they have.
+        check_compiler(torch.device("cpu"))
+    if run_dir is not None:
+        if not must_restart:
+            check_resumable(resolved, run_dir)
+        with _as_it_was(run_dir), hold_folder(run_dir):
+            pass
+    kept = None if is_new else newest(folder)
+    with _prepared(resolved, folder, keeps_tokenizer=kept is not None) as prepared:
         if prepared is None:
             text, tokens, corpus = _estimated_text(resolved)
         else:
@@ -182,9 +215,24 @@ def dry_run(
                 f"{held_out.num_documents:,} held out with {held_out.num_tokens:,}"
             )
             tokens, corpus = float(train.num_tokens), train
-        step = count_step(resolved, _batches(resolved, corpus))
-    machine = machine or measured_machine(num_ranks, resolved.model.width)
-    time = predict_step(step, machine, num_ranks)
+        if resolved.model.from_ and kept is None:
+            check_first_weights(resolved, Path(resolved.model.from_))
+        batches = _batches(resolved, corpus)
+        if corpus is not None:
+            epochs = batches.epochs(resolved.train.steps)
+            text = "\n".join([text, *describe_mixture(resolved, corpus, epochs)])
+        step = count_step(resolved, batches)
+        if kept is not None:
+            check_resumable(resolved, folder, prepared.fingerprint if prepared else None)
+            Progress.resumed(kept, resolved.train)
+            check_files(kept)
+    replay = None
+    if machine is None:
+        machine, replay = (
+            measured_machine(num_ranks, resolved.model.width),
+            Replay(num_ranks, _REPLAY_S),
+        )
+    time = predict_step(step, machine, num_ranks, replay)
     return DryRun(resolved, parameters_by_kind(resolved), text, tokens, step, time, machine)
 
 
@@ -225,33 +273,66 @@ def _batches(config: Resolved, corpus: TokenCorpus | None) -> TrainBatches:
         sequence_length=train.sequence_length,
         global_batch_tokens=train.global_batch_tokens,
         micro_batch_tokens=train.micro_batch_tokens,
+        weights=config.data.weights if corpus.source_documents else (),
     )
 
 
 @contextmanager
-def _prepared(config: Resolved, run_dir: Path, *, must_restart: bool) -> Iterator[Prepared | None]:
-    """The tokens that the run would have; None where there is too much text to make them now."""
-    if newest(run_dir) is not None and not must_restart:
-        yield open_prepared(run_dir)
+def _prepared(
+    config: Resolved, run_dir: Path, *, keeps_tokenizer: bool
+) -> Iterator[Prepared | None]:
+    """The tokens that the run would have; None where there is too much text to make them now.
+
+    They are made in a folder of their own, as the run makes them, with the tokenizer of the run
+    that goes on.
+    """
+    if _text_bytes(find_files(config.data)) > _TOKENISED_BYTES:
+        try:
+            found = open_prepared(run_dir) if keeps_tokenizer else None
+        except ConfigError:  # damaged, and so made anew by the run
+            found = None
+        yield found
         return
-    if sum(file.path.stat().st_size for file in find_files(config.data)) > _TOKENISED_BYTES:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="pcomm-dry-run-") as folder:
-        prepare_folder(config, Path(folder), must_restart=True)
-        yield open_prepared(Path(folder))
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pcomm-dry-run-")))
+        unkept = replace(config, data=replace(config.data, cache="none"))
+        try:
+            if keeps_tokenizer:
+                load_tokenizer(run_dir / TOKENIZER)
+                shutil.copy(run_dir / TOKENIZER, folder / TOKENIZER)
+                prepared = prepare(unkept.data, folder, keep_tokenizer=True)
+            else:
+                prepare_folder(unkept, folder, must_restart=True)
+                prepared = open_prepared(folder)
+        except PcommError as error:
+            # As the run would say it, of its own folder.
+            parts = (error.asked, error.found, error.why, error.fix)
+            asked, was, why, fix = (one.replace(str(folder), str(run_dir)) for one in parts)
+            raise type(error)(asked, found=was, why=why, fix=fix) from error
+        yield prepared
 
 
 def _estimated_text(config: Resolved) -> tuple[str, float, None]:
     files = find_files(config.data)
-    size = sum(file.path.stat().st_size for file in files)
+    size = _text_bytes(files)
     tokens = size * (1 - config.data.held_out) / _BYTES_PER_TOKEN
+    is_packed = any(file.path.suffix in COMPRESSED for file in files)
+    about = "at least" if is_packed else "about"
     return (
-        f"{len(files)} files of {_size(size)}, not read: about {tokens:,.0f} tokens, if each "
+        f"{len(files)} files of {size_text(size)}, not read: {about} {tokens:,.0f} tokens, if each "
         f"stands for {_BYTES_PER_TOKEN} bytes and documents have {_ROWS_PER_DOCUMENT} rows",
         tokens,
         None,
     )
+
+
+def _text_bytes(files: Iterable[SourceFile]) -> int:
+    """Bytes of files; one that cannot be opened is refused as the start refuses it."""
+    total = 0
+    for file in files:
+        with open_bytes(file.path) as content:
+            total += os.fstat(content.fileno()).st_size
+    return total
 
 
 @contextmanager
@@ -266,12 +347,14 @@ def _as_it_was(run_dir: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
+    """A number of bytes, to be read. Local."""
     unit, name = (_GIB, "GiB") if num_bytes >= _GIB else (2**20, "MiB")
     return f"{num_bytes / unit:.1f} {name}"
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """A time, to be read. Local."""
     for unit, name in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.1f} {name}"

@@ -74,15 +74,16 @@ def lone_groups(
 
 
 class LoneCollectives(Collectives):
-    """The collectives of the first rank of a group whose other ranks are not there.
+    """The collectives of one rank of a group whose other ranks are not there.
 
     Args:
         group: The group.
         tell: Told of every collective.
+        rank: Place of the rank in the group.
     """
 
-    def __init__(self, group: Group, tell: Tell) -> None:
-        self.rank, self.size = 0, group.size
+    def __init__(self, group: Group, tell: Tell, rank: int = 0) -> None:
+        self.rank, self.size = rank, group.size
         self._group, self._tell = group, tell
 
     def run(self, call: Call) -> Tensor:
@@ -91,7 +92,7 @@ class LoneCollectives(Collectives):
 
     def start(self, call: Call) -> Pending:
         """A result, of which the wait is told."""
-        sent = call.sent_bytes(0, self.size)
+        sent = call.sent_bytes(self.rank, self.size)
         waited = self._tell(Sent(self._group, call.operation, call.x.nbytes, sent))
         result = self._answer(call)
 
@@ -104,11 +105,11 @@ class LoneCollectives(Collectives):
     def _answer(self, call: Call) -> Tensor:
         x, shape = call.x, list(call.x.shape)
         if call.operation == "all_gather":
-            shape[call.dim] = gather_sizes(call, 0, self.size)[0]
+            shape[call.dim] = gather_sizes(call, self.rank, self.size)[0]
         elif call.operation == "reduce_scatter":
-            shape[call.dim] = scatter_sizes(call, 0, self.size)[0]
+            shape[call.dim] = scatter_sizes(call, self.rank, self.size)[0]
         elif call.operation == "all_to_all":
-            length, _, received = transfer_sizes(call, 0, self.size)
+            length, _, received = transfer_sizes(call, self.rank, self.size)
             shape[call.dim] = length if received is None else sum(received)
         if call.out is not None:
             return call.out

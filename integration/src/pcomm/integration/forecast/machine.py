@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import statistics
+import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.simulate import Cluster, Kind, Rail, SimulatedCommunicator, Task, simulate
-from pcomm.integration.config.sections import Size, Text, section
+from pcomm.integration.config.sections import Dtype, Size, Text, section
 from pcomm.integration.forecast.counted_step import Computed, CountedStep
 from pcomm.integration.forecast.lone_rank import Sent
+from pcomm.integration.forecast.replay import Replay, share_of_cores, threads_of_rank
 
 __all__ = ["Machine", "StepTime", "measured_machine", "predict_step", "read_cluster"]
 
@@ -59,6 +61,10 @@ class Machine:
     link_us: NonNegativeFloat = 0.0
     """Time of one step of a collective there, without its bytes, in microseconds."""
 
+    socket_gb_per_s: NonNegativeFloat = 0.0
+    """What a rank could send and receive at once if its processor did nothing else, in GB/s, where
+    that has to do it. 0: it has not, as with NCCL."""
+
     network_gb_per_s: PositiveFloat = Field(...)
     """What a rank sends to ranks of other hosts, each way, in GB/s."""
 
@@ -72,11 +78,28 @@ class Machine:
         moving = done.num_bytes / (self.memory_gb_per_s * _GIGA)
         return max(computing, moving) + self.operation_us * 1e-6
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a rank."""
+        return int(self.memory_gib * 2**30)
+
+    def assumptions(self, dtype: Dtype) -> list[str]:
+        """What a time rests on that was predicted for this machine, to be read."""
+        tflops = self.bf16_tflops if dtype == "bf16" else self.fp32_tflops
+        return [
+            f"{self.name or 'the cluster'}: {tflops:.3g} TFLOP/s in {dtype}, "
+            f"{self.memory_gb_per_s:.3g} GB/s of memory, {self.operation_us:.1f} us an operation;",
+            f"{self.link_gb_per_s:.3g} GB/s and {self.link_us:.0f} us between ranks of a host, "
+            f"{self.network_gb_per_s:.3g} GB/s and {self.network_us:.0f} us between hosts",
+        ]
+
     def rails(self) -> list[Rail]:
         """The two networks of a rank."""
+        own = self.socket_gb_per_s * _GIGA or math.inf
+        link, network = self.link_gb_per_s * _GIGA, self.network_gb_per_s * _GIGA
         return [
-            Rail("link", self.link_gb_per_s * _GIGA, self.link_us * 1e-6),
-            Rail("network", self.network_gb_per_s * _GIGA, self.network_us * 1e-6),
+            Rail("link", link, self.link_us * 1e-6, processor_bytes_per_s=own),
+            Rail("network", network, self.network_us * 1e-6, processor_bytes_per_s=own),
         ]
 
     def rail_of(self, ranks: tuple[int, ...]) -> str:
@@ -105,27 +128,32 @@ def read_cluster(path: Path) -> Machine:
 
 # Assumed between local ranks, since none is started to measure it.
 _LINK_GB_PER_S, _LINK_US = 1.0, 200.0
+# An operation is done again if its tensors take no more than this share of a rank's memory.
+_REPLAYED = 0.25
+# Bytes that are sent through a socket.
+_SENT = 2**25
 # Rows of the matrix that is multiplied, numbers of the vector, and the times it is done.
 _ROWS, _NUMBERS, _REPEATS = 2048, 2**21, 9
 
 
 def measured_machine(num_ranks: int, width: int) -> Machine:
-    """This machine's CPU, from a matrix product as wide as the model, SiLU, and a tiny addition.
+    """This machine's CPU, from a product as wide as the model, SiLU, a tiny addition and a socket.
 
     Takes about 0.2 s. Local. In seconds of the processor, which other programs do not add to, and
-    with as many threads as each of `num_ranks` local ranks gets.
+    on the cores, or the share of one, that each of `num_ranks` local ranks gets.
     """
-    threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    with _threads(threads), torch.no_grad():
+    share = share_of_cores(num_ranks)
+    with threads_of_rank(num_ranks), torch.no_grad():
         rates = []
         for dtype in (torch.float32, torch.bfloat16):
             left = torch.ones(_ROWS, width, dtype=dtype)
             right = torch.ones(width, 4 * width, dtype=dtype)
-            taken_s = _typical_s(partial(torch.matmul, left, right)) / threads
+            taken_s = _typical_s(partial(torch.matmul, left, right)) / share
             rates.append(2 * _ROWS * width * 4 * width / taken_s / 1e12)
         vector, number = torch.zeros(_NUMBERS), torch.zeros(1)
-        silu_s = _typical_s(lambda: torch.nn.functional.silu(vector)) / threads
+        silu_s = _typical_s(lambda: torch.nn.functional.silu(vector)) / share
         tiny_s = _typical_s(lambda: [number.add(1) for _ in range(_REPEATS)]) / _REPEATS
+        tiny_s /= min(1.0, share)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Machine(
         name="this machine's CPU",
@@ -135,6 +163,7 @@ def measured_machine(num_ranks: int, width: int) -> Machine:
         bf16_tflops=rates[1],
         memory_gb_per_s=2 * vector.nbytes / silu_s / _GIGA,
         operation_us=tiny_s * 1e6,
+        socket_gb_per_s=_socket_gb_per_s() * min(1.0, share),
         link_gb_per_s=_LINK_GB_PER_S,
         link_us=_LINK_US,
         network_gb_per_s=_LINK_GB_PER_S,
@@ -142,14 +171,26 @@ def measured_machine(num_ranks: int, width: int) -> Machine:
     )
 
 
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _socket_gb_per_s() -> float:
+    """Bytes over the time of the processor that a process needs to send itself so many."""
+    data, into = bytes(_SENT), bytearray(_SENT)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+        server.accept()[0] as receiver,
+    ):
+
+        def receive() -> None:
+            view = memoryview(into)
+            while view:
+                view = view[receiver.recv_into(view) :]
+
+        start = time.process_time()
+        receiving = threading.Thread(target=receive)
+        receiving.start()
+        sender.sendall(data)
+        receiving.join()
+        return _SENT / max(time.process_time() - start, 1e-9) / _GIGA
 
 
 def _typical_s(call: Callable[[], object]) -> float:
@@ -175,17 +216,41 @@ class StepTime:
     computing_s: float
 
 
-def predict_step(step: CountedStep, machine: Machine, num_ranks: int) -> StepTime:
+def _seconds_of(
+    computed: Sequence[Computed], machine: Machine, replay: Replay | None
+) -> list[float]:
+    """What each operation takes; of those that were not timed, as far off as the others were."""
+    expected = [machine.seconds(one) for one in computed]
+    if replay is None:
+        return expected
+    replay.measure(
+        (one.call, seconds)
+        for one, seconds in zip(computed, expected, strict=True)
+        if one.call is not None and one.num_bytes <= machine.memory_bytes * _REPLAYED
+    )
+    timed = [replay.seconds(one.call) for one in computed]
+    both = [(t, e) for t, e in zip(timed, expected, strict=True) if t is not None]
+    factor = sum(t for t, _ in both) / sum(e for _, e in both) if both else 1.0
+    return [factor * e if t is None else t for t, e in zip(timed, expected, strict=True)]
+
+
+def predict_step(
+    step: CountedStep, machine: Machine, num_ranks: int, replay: Replay | None = None
+) -> StepTime:
     """The time of a step if all ranks do what rank 0 was counted to do. Local.
 
-    An operation takes the longer of its flops and its bytes. Collectives are rings that run beside
-    computing, and share the link of their rank.
+    An operation takes the longer of its flops and its bytes, or what it took here. Collectives are
+    rings that run beside computing and share the link of their rank, and where the processor sends,
+    the processor.
 
     Args:
         step: The counted step.
-        machine: What a rank computes and sends.
+        machine: Speeds of a rank and its links.
         num_ranks: All ranks.
+        replay: Times of operations on this machine; None for the rates of `machine` alone.
     """
+    computed = [event for event in step.events if isinstance(event, Computed)]
+    seconds_of = dict(zip(map(id, computed), _seconds_of(computed, machine, replay), strict=True))
     tasks: list[Task] = []
     rails: dict[str, tuple[str, int]] = {}
     before: tuple[str, ...] = ()
@@ -200,7 +265,7 @@ def predict_step(step: CountedStep, machine: Machine, num_ranks: int) -> StepTim
 
     for place, event in enumerate(step.events):
         if isinstance(event, Computed):
-            took = machine.seconds(event)
+            took = seconds_of[id(event)]
             seconds, total = seconds + took, total + took
             continue
         compute()
@@ -209,6 +274,8 @@ def predict_step(step: CountedStep, machine: Machine, num_ranks: int) -> StepTim
             rails[key] = (machine.rail_of(event.group.ranks), event.group.size)
             kind, size = cast(Kind, event.operation), event.num_bytes
             tasks.append(Task(names[place], key, kind, num_bytes=size, after=before))
+            if machine.socket_gb_per_s:
+                total += event.sent_bytes / (machine.socket_gb_per_s * _GIGA)
         else:
             before += (names[event.number],)
     compute()

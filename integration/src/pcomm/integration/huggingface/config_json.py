@@ -74,8 +74,8 @@ class DirectoryModel:
     """The model that a directory describes.
 
     Attributes:
-        family: Its tables.
-        config: Its shape.
+        family: Tables of the directory's family.
+        config: Shape of the model.
         vocabulary: Number of its token ids.
         max_tokens: Longest sequence it was made for; None where the directory says nothing.
     """

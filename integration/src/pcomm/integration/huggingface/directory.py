@@ -10,7 +10,15 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["CONFIG", "ModelDirectory", "check_no_gguf", "inside", "open_directory"]
+__all__ = [
+    "CONFIG",
+    "ModelDirectory",
+    "check_model_folder",
+    "check_no_gguf",
+    "inside",
+    "no_model",
+    "open_directory",
+]
 
 
 CONFIG = "config.json"
@@ -76,6 +84,41 @@ def open_directory(folder: Path, *, has_weights: bool = True) -> ModelDirectory:
     config = _read_json(folder, CONFIG)
     shards = _find_shards(folder) if has_weights else {}
     return ModelDirectory(folder, config, shards)
+
+
+def check_model_folder(path: Path) -> None:
+    """Refuse at once what cannot be a model: neither a run nor a directory. Local.
+
+    Raises:
+        ConfigError: There is no such folder, or it has neither checkpoints nor a `config.json`.
+    """
+    if not (path / CONFIG).is_file() and not any(path.glob("checkpoints/step-*[0-9]")):
+        raise no_model(path)
+
+
+def no_model(path: Path) -> ConfigError:
+    """The error for a path that holds no model. Local.
+
+    Raises:
+        ConfigError: It is a GGUF file, or has one.
+    """
+    check_no_gguf(path)
+    absent, name, folder = "a file" if path.exists() else "no such folder", "NAME", "DIR"
+    is_name = (
+        not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("..", "runs")
+    )
+    if is_name and not path.parent.exists():
+        # As models of the hub are called; in a folder that is there, a run or a copy is meant.
+        name, folder = str(path), f"models/{path.name}"
+    return ConfigError(
+        f"model {path}",
+        found="neither a checkpoint of a run nor a config.json" if path.is_dir() else absent,
+        why="A model is a run of `pcomm train` that has been saved, or a Hugging Face directory. "
+        "Nothing is downloaded, and GGUF is not read.",
+        fix="Give the --out folder of a `pcomm train` that has reached a checkpoint, or a "
+        "directory with config.json, tokenizer.json and safetensors; "
+        f"`hf download {name} --local-dir {folder}` makes one.",
+    )
 
 
 def check_no_gguf(path: Path) -> None:

@@ -167,7 +167,12 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def start_config(
-    config: Config, run_dir: Path, *, is_new: bool = False, given: frozenset[str] = frozenset()
+    config: Config,
+    run_dir: Path,
+    *,
+    is_new: bool = False,
+    given: frozenset[str] = frozenset(),
+    has_weights: bool = True,
 ) -> Config:
     """`config` with the keys of the model that `model.from` names; without it, as it is. Local.
 
@@ -179,6 +184,7 @@ def start_config(
         is_new: True if the checkpoints in it do not count.
         given: Keys, as `section.key`, that were given a value; those that differ from their
             default count as given anyway.
+        has_weights: False where the directory needs no weights, since none will be read.
 
     Raises:
         ConfigError: The directory cannot be read, or a key says something else than it.
@@ -190,7 +196,8 @@ def start_config(
     from pcomm.integration.checkpoint.folders import newest
 
     kept = None if is_new or newest(run_dir) is None else kept_directory(run_dir)
-    return _filled(config, kept or open_directory(Path(config.model.from_)), given)
+    directory = kept or open_directory(Path(config.model.from_), has_weights=has_weights)
+    return _filled(config, directory, given)
 
 
 def directory_config(folder: Path) -> Config:

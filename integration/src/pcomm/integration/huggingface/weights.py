@@ -20,7 +20,7 @@ from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.integration.checkpoint.saver import is_finite
 from pcomm.integration.config.rules import validate
-from pcomm.integration.config.sections import ParallelConfig
+from pcomm.integration.config.sections import ParallelConfig, Resolved
 from pcomm.integration.huggingface.config_json import read_model
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory, open_directory
 from pcomm.integration.huggingface.families.family import Family, RowRange, TensorMap, map_tensors
@@ -31,6 +31,7 @@ from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = [
     "MAX_SHARD_BYTES",
+    "check_first_weights",
     "export_model",
     "load_first_weights",
     "load_model",
@@ -103,6 +104,24 @@ def load_first_weights(model: LanguageModel, folder: Path, ranks: Mapping[str, i
     load_weights(model, read_model(directory).family, directory, ranks=ranks)
 
 
+def check_first_weights(config: Resolved, folder: Path) -> None:
+    """Refuse what `load_first_weights` refuses before it reads a number. Local; without memory.
+
+    Reads the headers of the files; of tied weights that have the head as well, both.
+
+    Args:
+        config: The configuration of the run, on any number of ranks.
+        folder: The directory.
+
+    Raises:
+        ConfigError, UnsupportedError: For those reasons of `load_weights` that need no numbers.
+    """
+    directory = open_directory(folder)
+    model = LanguageModel(config.model, config.data.vocabulary, device="meta")
+    with TensorFiles(directory) as files:
+        _check(files, read_model(directory).family, model)
+
+
 def load_weights(
     model: LanguageModel,
     family: Family,
@@ -135,11 +154,8 @@ def load_weights(
         UnsupportedError: A tensor has a dtype that is not read; names file and tensor.
     """
     layouts = param_layouts_of(model)
-    tensors = tensor_map(model, family)
     with TensorFiles(directory) as files, torch.no_grad():
-        _check(files, tensors, family, model)
-        if model.config.tie_embeddings:
-            _check_head(files, tensors.users)
+        tensors = _check(files, family, model)
         # By name: a list of parameters would keep those that `filled` replaces.
         for name in layouts:
             layout, parameter = layouts[name], model.get_parameter(name)
@@ -217,7 +233,9 @@ def _within(segments: Sequence[RowRange], start: int, stop: int | None) -> Itera
             yield RowRange(first, segment.theirs, segment.their_start + shift, last - first)
 
 
-def _check(files: TensorFiles, tensors: TensorMap, family: Family, model: LanguageModel) -> None:
+def _check(files: TensorFiles, family: Family, model: LanguageModel) -> TensorMap:
+    """Which tensors are which parameters, if the files hold them and no others."""
+    tensors = tensor_map(model, family)
     folder = next(iter(files.infos.values())).file.parent if files.infos else None
     where = f"model directory {folder}"
     wanted = tensors.shapes
@@ -258,6 +276,9 @@ def _check(files: TensorFiles, tensors: TensorMap, family: Family, model: Langua
                 fix="Save the model in one of these dtypes, with transformers: "
                 "`from_pretrained(DIR, dtype=...)`, then `save_pretrained(NEW)`.",
             )
+    if model.config.tie_embeddings:
+        _check_head(files, tensors.users)
+    return tensors
 
 
 def _check_head(files: TensorFiles, users: Mapping[str, Sequence[tuple[str, RowRange]]]) -> None:

@@ -70,10 +70,11 @@ class EngineOnRanks:
     decide alike, since they are deterministic and have the same calls and the same logits; replies
     carry a digest of what was decided, and another one is an error, not another text. This process
     takes part in no collective, so it does not hang with a rank that died or failed alone.
+    `restart` puts new ranks in the place of those that were lost.
 
     An interrupt comes before a message is sent or while the answers are waited for. The next call
     finishes what it has left, from the number of messages that were sent. One thread calls at a
-    time; only `failure` may be read by others.
+    time; only `failure` may be read, and `restart` be cut short by `close`, from others.
 
     Args:
         path: Folder of the model.
@@ -103,24 +104,12 @@ class EngineOnRanks:
     ) -> None:
         _check_device(device, ranks)
         self._what = f"LLM({str(path)!r}, ranks={ranks})"
+        self._task = (path.resolve(), dtype, quantization, device, options)
+        self._memory_bytes = memory_bytes
         self._is_closed = self._is_lost = self._has_work = False
         self._left = Leftover()
         self._callers: dict[str, threading.Thread] = {}
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        self._ranks = LocalRanks(ranks, threads=threads, preload=_PRELOADED, imports_main=False)
-        try:
-            task = (path.resolve(), dtype, quantization, device, options)
-            self._session = self._ranks.open(serve_engine, task)
-            free = min(answer.value for answer in self._session.answers())
-            self._session.ask(rank_bytes(device, memory_bytes, free, ranks=ranks))
-        except RankError as error:
-            self._ranks.close()
-            if isinstance(error.error, PcommError):
-                raise error.error from error
-            raise self._lost(error) from error
-        except BaseException:
-            self._ranks.close()
-            raise
+        self._start(ranks)
 
     @property
     def has_work(self) -> bool:
@@ -133,6 +122,26 @@ class EngineOnRanks:
     def failure(self) -> str:
         """The reason why no step can be made any more; empty while it can. From any thread."""
         return "" if self._is_closed else self._session.failure
+
+    def restart(self) -> None:
+        """Start new ranks, which load the model; requests, caches and counters begin anew.
+
+        Raises:
+            ClosedError: `close` was called, before or meanwhile.
+            PeerError: A rank has ended while it loaded the model; `restart` may be called again.
+        """
+        self._check_open("restart")
+        self._ranks.close()
+        self._has_work, self._left = False, Leftover()
+        # Until they are there, a call says that the ranks are lost.
+        self._is_lost = True
+        try:
+            self._start(self._ranks.size)
+        except Exception:
+            # Ranks that `close` has ended meanwhile fail in ways of their own.
+            self._check_open("restart")
+            raise
+        self._is_lost = False
 
     def add(self, request: Request) -> None:
         """Queue a request on all ranks; see `Engine.add`."""
@@ -176,6 +185,26 @@ class EngineOnRanks:
         if self._left.pending is None:
             self._session.close()
         self._ranks.close()
+
+    def _start(self, size: int) -> None:
+        """Start ranks that load the model, and tell them how much memory they may take."""
+        _, _, _, device, _ = self._task
+        threads = max(1, (os.cpu_count() or 1) // size)
+        self._ranks = LocalRanks(size, threads=threads, preload=_PRELOADED, imports_main=False)
+        try:
+            # A `close` from another thread has ended either these ranks, or those before.
+            self._check_open("restart")
+            self._session = self._ranks.open(serve_engine, self._task)
+            free = min(answer.value for answer in self._session.answers())
+            self._session.ask(rank_bytes(device, self._memory_bytes, free, ranks=size))
+        except RankError as error:
+            self._ranks.close()
+            if isinstance(error.error, PcommError):
+                raise error.error from error
+            raise self._lost(error) from error
+        except BaseException:
+            self._ranks.close()
+            raise
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """The result of a call on all ranks; the outputs of a step are left for `step`."""

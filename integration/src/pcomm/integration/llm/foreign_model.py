@@ -93,7 +93,7 @@ def load_for_engine(
         device: Device of the model.
         group: Tensor-parallel group; None for the whole model.
         quantization: Form of the weights, as for `load_model`.
-        batch_invariant: As for `load_model`.
+        batch_invariant: The argument of `load_model`.
 
     Raises:
         ConfigError: The folder holds no model, or its files are damaged.
@@ -129,7 +129,7 @@ def load_text_for_engine(path: Path, *, ranks: int = 1) -> LoadedText:
 
     Raises:
         ConfigError: The folder holds no model, or so many ranks cannot share its layers.
-        UnsupportedError: As `load_for_engine`.
+        UnsupportedError: For the reasons of `load_for_engine`.
     """
     reason = _not_ours(path)
     if reason is None:
@@ -177,7 +177,10 @@ def adopt(model: object, tokenizer: object) -> LoadedForeign:
 
 def _loaded(text: LoadedText, adapter: ForeignModel) -> LoadedForeign:
     longest = min(text.max_tokens, adapter.max_tokens or text.max_tokens)
-    return LoadedForeign(**vars(replace(text, max_tokens=longest)), model=adapter)
+    weights = list(adapter.model.parameters())
+    num_parameters = sum(one.numel() for one in weights)
+    text = replace(text, max_tokens=longest, num_parameters=num_parameters, dtype=weights[0].dtype)
+    return LoadedForeign(**vars(text), model=adapter)
 
 
 def check_plain(asked: str, ranks: int, quantization: str | None, batch_invariant: bool) -> None:
@@ -336,6 +339,9 @@ def _text(
         longest,
         vocabulary,
         generation,
+        # Known of the model itself.
+        num_parameters=0,
+        dtype=torch.float32,
     )
 
 

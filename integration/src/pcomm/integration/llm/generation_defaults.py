@@ -136,7 +136,7 @@ def warn_unmet(name: str, defaults: GenerationDefaults) -> None:
 
     Args:
         name: Name of the model.
-        defaults: What was read of it.
+        defaults: Defaults that its directory gives.
     """
     if defaults.unmet:
         _log.warning(

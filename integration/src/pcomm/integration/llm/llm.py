@@ -98,9 +98,10 @@ class LLM:
         implementation: `pcomm` for a model of its own families, or `transformers`.
         loaded: The tokenizer and limits of the model, and, where it is on this process, the model.
         engine: The engine, for a program that makes the steps itself.
+        dtype: Dtype of the weights, but for linear layers with `quantization`.
         max_model_len: Most tokens of a prompt and its text together.
         max_queued: Most requests that wait.
-        defaults: What `generation_config` has given.
+        defaults: Defaults of sampling that `generation_config` has chosen.
 
     Raises:
         ConfigError: The folder holds no model, a value cannot be used, so many ranks cannot share
@@ -173,7 +174,7 @@ class LLM:
                     batch_invariant=batch_invariant,
                 )
             loaded = here or load_text_for_engine(folder, ranks=ranks)
-        self.path, self.loaded = folder, loaded
+        self.path, self.loaded, self.dtype = folder, loaded, weights or loaded.dtype
         self.defaults = generation_defaults(generation_config, loaded.generation)
         warn_unmet(loaded.name, self.defaults)
         self._foreign = here.model if isinstance(here, LoadedForeign) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from pcomm.integration.huggingface import (
     read_tokenizer,
 )
 from pcomm.integration.huggingface.chat_template import check_variables, plain_chat
-from pcomm.integration.huggingface.directory import CONFIG, check_no_gguf
+from pcomm.integration.huggingface.directory import CONFIG, no_model
 from pcomm.integration.huggingface.model_from import check_one_model, kept_directory
 from pcomm.integration.huggingface.tensors import DTYPES, dtypes_of
 from pcomm.integration.huggingface.tokenizer import (
@@ -90,6 +90,8 @@ class LoadedText:
             at least 2,048.
         vocabulary: Number of token ids, the width of its logits.
         generation: Content of its `generation_config.json`; empty if there is none.
+        num_parameters: Number of parameters of the whole model, on all ranks together.
+        dtype: Dtype of the weights in the folder, of most of them where there are several.
     """
 
     name: str
@@ -99,6 +101,8 @@ class LoadedText:
     max_tokens: int
     vocabulary: int
     generation: Mapping[str, Any]
+    num_parameters: int = field(kw_only=True)
+    dtype: torch.dtype = field(kw_only=True)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a prompt, with the marks that the model wants around it. Local.
@@ -204,7 +208,7 @@ def load_model(
             source.text.vocabulary,
             None if group is None else group.collectives,
             device=device,
-            dtype=dtype or source.dtype,
+            dtype=dtype or source.text.dtype,
             initialise=False,
         )
     source.fill(model, group, form)
@@ -237,7 +241,6 @@ class _Source:
     path: Path
     text: LoadedText
     shape: ResolvedModel
-    dtype: torch.dtype
     fill: Callable[[LanguageModel, Group | None, WeightForm | None], object]
 
 
@@ -251,31 +254,22 @@ def _directory(path: Path) -> _Source:
     found = read_model(directory)
     tokenizer, template = read_tokenizer(directory), read_chat_template(directory)
     longest, drawn = found.max_tokens or LEAST_CONTEXT, directory.json(GENERATION)
-    text = _text(path, tokenizer, template, longest, found.vocabulary, drawn)
+    # A dtype that is not read is refused with its tensor's name, when the weights are.
+    dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
+    shape = resolve_model(found.config)
+    text = _text(path, tokenizer, template, longest, found.vocabulary, drawn, shape, dtype)
 
     def fill(model: LanguageModel, group: Group | None, form: WeightForm | None) -> None:
         filled = None if form is None else form.filled(model)
         load_weights(model, found.family, directory, ranks=_ranks(group), filled=filled)
 
-    # A dtype that is not read is refused with its tensor's name, when the weights are.
-    dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
-    return _Source(path, text, resolve_model(found.config), dtype, fill)
+    return _Source(path, text, shape, fill)
 
 
 def _run(path: Path) -> _Source:
     checkpoint = newest(path) if path.is_dir() else None
     if checkpoint is None:
-        check_no_gguf(path)
-        absent = "a file" if path.exists() else "no such folder"
-        raise ConfigError(
-            f"model {path}",
-            found="neither a checkpoint of a run nor a config.json" if path.is_dir() else absent,
-            why="A model is a run of `pcomm train` that has been saved, or a Hugging Face "
-            "directory. Nothing is downloaded, and GGUF is not read.",
-            fix="Give the --out folder of a `pcomm train` that has reached a checkpoint, or a "
-            "directory with config.json, tokenizer.json and safetensors; "
-            "`hf download NAME --local-dir DIR` makes one.",
-        )
+        raise no_model(path)
     config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
     longest = max(config.train.sequence_length, LEAST_CONTEXT)
     tokenizer, template, drawn = _run_text(path)
@@ -287,8 +281,8 @@ def _run(path: Path) -> _Source:
         check_files(checkpoint, **place)
         read(checkpoint, model_shard_views(model, _ranks(group)))
 
-    text = _text(path, tokenizer, template, longest, config.data.vocabulary, drawn)
-    return _Source(path, text, config.model, torch.float32, fill)
+    of_model = config.data.vocabulary, drawn, config.model, torch.float32
+    return _Source(path, _text(path, tokenizer, template, longest, *of_model), config.model, fill)
 
 
 def _run_text(path: Path) -> tuple[PromptTokenizer, ChatTemplate | None, dict[str, Any]]:
@@ -315,8 +309,12 @@ def _text(
     max_tokens: int,
     vocabulary: int,
     generation: Mapping[str, Any],
+    shape: ResolvedModel,
+    dtype: torch.dtype,
 ) -> LoadedText:
     plain, stop = plain_chat()
+    with SkipInit():
+        described = LanguageModel(shape, vocabulary, device="meta", initialise=False)
     return LoadedText(
         path.resolve().name,
         tokenizer,
@@ -325,6 +323,8 @@ def _text(
         max_tokens,
         vocabulary,
         generation,
+        num_parameters=described.num_parameters(),
+        dtype=dtype,
     )
 
 

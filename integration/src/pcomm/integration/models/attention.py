@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from pcomm.core import Layout
 from pcomm.gdn_cp import AttentionSpec
+from pcomm.gdn_cp.ops import graph_break
 from pcomm.inference import KVMemory, KVSpec, paged_attention
 from pcomm.integration.models.forward_context import Context, StepContext
 from pcomm.integration.models.layers import LayerBuilder, rotate
@@ -49,15 +50,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
-        plan, spec, turn = context.plan, self.spec, context.rotation
-        assert turn is not None, "a model with attention has rotations"
-        q, k, v, *gate = self._projected(context.enter(spec, x))
-        q, k, v = (self._heads(part) for part in plan.to_heads(spec, [q, k, v]))
-        cu_seqlens = plan.cu_seqlens_of(spec)
-        mixed_THK = packed_attention(rotate(q, turn), rotate(k, turn), v, cu_seqlens)
-        # The gate has stayed with the tokens that the result comes back to.
-        output = self._gated(plan.from_heads(spec, mixed_THK.flatten(-2)), gate)
-        return context.leave(spec, output)
+        q, k, v, *gate = self._projected(context.enter(self.spec, x))
+        # The gate stays with the tokens that the result comes back to.
+        return context.leave(self.spec, self._gated(self._mixed([q, k, v], context), gate))
 
     def step(self, x: Tensor, context: StepContext, memory: KVMemory) -> Tensor:
         """The same for the new tokens of many requests, whose keys and values are in `memory`.
@@ -90,6 +85,19 @@ class Attention(nn.Module):
             q = self.q_norm(self._heads(q)).flatten(-2)
             k = self.k_norm(self._heads(k)).flatten(-2)
         return [q, k, v, *gate]
+
+    @graph_break
+    def _mixed(self, parts: Sequence[Tensor], context: Context) -> Tensor:
+        """Attention to queries, keys and values, outside of what is compiled.
+
+        A graph that had seen the offsets of sequences would belong to packs of as many.
+        """
+        plan, spec, turn = context.plan, self.spec, context.rotation
+        assert turn is not None, "a model with attention has rotations"
+        q, k, v = (self._heads(part) for part in plan.to_heads(spec, parts))
+        cu_seqlens = plan.cu_seqlens_of(spec)
+        mixed_THK = packed_attention(rotate(q, turn), rotate(k, turn), v, cu_seqlens)
+        return plan.from_heads(spec, mixed_THK.flatten(-2))
 
     def _gated(self, mixed_TC: Tensor, gate: Sequence[Tensor]) -> Tensor:
         """Into the residual stream, through the gate if there is one."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcomm.gdn_cp import Plan, Spec
-from pcomm.gdn_cp.ops import causal_convolution, convolution_step
+from pcomm.gdn_cp.ops import causal_convolution, convolution_step, graph_break
 from pcomm.inference import StateMemory, StateSpec, StepBatch
 from pcomm.integration.models.layers import Rotation
 from pcomm.integration.models.moe import Balance
@@ -39,10 +39,12 @@ class Context:
     has_stream_shares: bool = False
     balance: Balance | None = None
 
+    @graph_break
     def enter(self, spec: Spec, x: Tensor) -> Tensor:
         """Hidden states as the projections of a mixer want them; collective, see `Plan.enter`."""
         return x if self.has_stream_shares else self.plan.enter(spec, x)
 
+    @graph_break
     def leave(self, spec: Spec, y: Tensor) -> Tensor:
         """What `enter` undoes."""
         return y if self.has_stream_shares else self.plan.leave(spec, y)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from pcomm.gdn_cp.ops import (
     causal_convolution,
     delta_gates,
     gated_delta_step,
+    graph_break,
     normalise_queries_keys,
     rms_norm_then_gate,
 )
@@ -82,10 +84,16 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
-        plan, spec = context.plan, self.spec
-        share = plan.head_share(spec)
+        spec = self.spec
         q, k, v, z, b, a = self.input(context.enter(spec, x)).split(self.sizes, -1)
-        mixed_TC, b_TH, a_TH = plan.to_heads(spec, [q, k, v, b, a], fused=3)
+        # The gate stays with the tokens that the output comes back to.
+        return context.leave(spec, self._gated(self._mixed([q, k, v, b, a], context.plan), z))
+
+    @graph_break
+    def _mixed(self, parts: Sequence[Tensor], plan: Plan) -> Tensor:
+        """What the recurrence makes of the projections, in their place; see `Attention._mixed`."""
+        spec, share = self.spec, plan.head_share(self.spec)
+        mixed_TC, b_TH, a_TH = plan.to_heads(spec, parts, fused=3)
         convolved_TC, _ = causal_convolution(
             mixed_TC,
             share.take(self.conv_weight, _CONVOLVED),
@@ -95,8 +103,7 @@ class GatedDeltaNet(nn.Module):
         gates = delta_gates(a_TH, b_TH, share.take(self.a_log, "a"), share.take(self.dt_bias, "a"))
         q, k, v = _prepared(convolved_TC, share)
         o_THV = self._recur(q, k, v, *gates, plan)
-        # The gate has stayed with the tokens that the output comes back to.
-        return context.leave(spec, self._gated(plan.from_heads(spec, o_THV.flatten(-2)), z))
+        return plan.from_heads(spec, o_THV.flatten(-2))
 
     def step(self, x: Tensor, context: StepContext, memory: StateMemory) -> Tensor:
         """The same for the new tokens of many requests, whose states are in `memory`.

@@ -228,6 +228,10 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     Returns:
         `[T, F]`, same dtype.
     """
+    if torch.compiler.is_compiling():
+        # A compiler fuses these, and their gradients.
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        return F.silu(gate_TF) * up_TF
     if not (torch.is_grad_enabled() and gate_up_T2F.requires_grad):
         gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
         return F.silu(gate_TF).mul_(up_TF)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 from pcomm.core import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.gdn_cp import HeadShare, Mamba2Spec, Plan
-from pcomm.gdn_cp.ops import SsdChunks, causal_convolution, gate_then_rms_norm, mamba2_ssd_step
+from pcomm.gdn_cp.ops import (
+    SsdChunks,
+    causal_convolution,
+    gate_then_rms_norm,
+    graph_break,
+    mamba2_ssd_step,
+)
 from pcomm.inference import StateMemory, StateSpec
 from pcomm.integration.config.sections import ResolvedModel
 from pcomm.integration.models.forward_context import (
@@ -92,10 +99,16 @@ class Mamba2(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
-        plan, spec = context.plan, self.spec
-        share = plan.head_share(spec)
+        spec = self.spec
         z, x, b, c, dt = self.input(context.enter(spec, x)).split(self.sizes, -1)
-        mixed_TC, dt_TH = plan.to_heads(spec, [x, b, c, dt], fused=3)
+        # The gate stays with the tokens that the output comes back to.
+        return context.leave(spec, self._gated(self._mixed([x, b, c, dt], context.plan), z))
+
+    @graph_break
+    def _mixed(self, parts: Sequence[Tensor], plan: Plan) -> Tensor:
+        """What the scan makes of the projections, in their place; see `Attention._mixed`."""
+        spec, share = self.spec, plan.head_share(self.spec)
+        mixed_TC, dt_TH = plan.to_heads(spec, parts, fused=3)
         convolved_TC, _ = causal_convolution(
             mixed_TC,
             share.take(self.conv_weight, _CONVOLVED),
@@ -106,8 +119,7 @@ class Mamba2(nn.Module):
         heads = _Heads(*(share.take(p, "dt") for p in (self.a_log, self.dt_bias, self.d)))
         x, b, c = share.split(convolved_TC, _CONVOLVED)
         y_THP = self._recur(x, b, c, self._limited(dt_TH, heads.dt_bias), heads, plan)
-        # The gate has stayed with the tokens that the output comes back to.
-        return context.leave(spec, self._gated(plan.from_heads(spec, y_THP.flatten(-2)), z))
+        return plan.from_heads(spec, y_THP.flatten(-2))
 
     def step(self, x: Tensor, context: StepContext, memory: StateMemory) -> Tensor:
         """The same for the new tokens of many requests, whose states are in `memory`.

@@ -17,6 +17,7 @@ from pcomm.core import Collectives, Layout
 from pcomm.core.exchange import Permutation, RowMoves
 from pcomm.core.tensor_parallel import ParamLayout, gather_replicated, split_replicated
 from pcomm.gdn_cp import Plan
+from pcomm.gdn_cp.ops import graph_break
 from pcomm.inference.roofline import ExpertWeights
 from pcomm.integration.models.experts import Experts
 from pcomm.integration.models.layers import LayerBuilder, SwiGLU
@@ -118,6 +119,14 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x_tD)
         if self._expert_parallel.size == 1 and not torch.is_grad_enabled():
             return self._local_result(x_tD, routing)
+        return self._exchanged(x_tD, routing, balance)
+
+    @graph_break
+    def _exchanged(self, x_tD: Tensor, routing: Routing, balance: Balance | None) -> Tensor:
+        """The same by way of the ranks that have the experts, outside of what is compiled.
+
+        How many rows an expert gets is another number in each batch.
+        """
         weights_tK = routing.weights_TK if balance is None else balance.observe(routing)
         dispatch = Dispatch.plan(routing.experts_TK, self._num_experts, self._expert_parallel)
         # Rounded before they travel: experts compute in that dtype, and fewer bytes are sent.
@@ -151,7 +160,7 @@ class Routing(NamedTuple):
     """How much each of their results counts."""
 
     probabilities_TE: Tensor
-    """Of all experts; the balance loss acts on these."""
+    """Probabilities of all experts; the balance loss acts on these."""
 
 
 class Router(nn.Module):

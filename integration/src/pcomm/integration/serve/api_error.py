@@ -9,12 +9,28 @@ from typing import Any
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from pcomm.core.errors import ClosedError, ConfigError, PcommError, UnsupportedError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    DivergenceError,
+    PcommError,
+    PeerError,
+    UnsupportedError,
+)
 from pcomm.inference.engine import QueueFullError
 
-__all__ = ["ApiError", "ErrorBody", "api_error_of", "error_response", "no_such_model"]
+__all__ = [
+    "ApiError",
+    "ErrorBody",
+    "api_error_of",
+    "error_response",
+    "no_such_model",
+    "unavailable",
+]
 
+# Until a queue has room, and until a server or its ranks are back.
 _RETRY_AFTER_S = "1"
+_BACK_AFTER_S = "5"
 
 
 class ErrorDetail(BaseModel):
@@ -75,6 +91,17 @@ def no_such_model(asked: str, name: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def unavailable(message: str, **headers: str) -> ApiError:
+    """The answer of a server that cannot serve now, but will, or another one will."""
+    return ApiError(
+        503,
+        message,
+        kind="server_error",
+        code="unavailable",
+        headers={"Retry-After": _BACK_AFTER_S, **headers},
+    )
+
+
 def api_error_of(error: BaseException) -> ApiError:
     """The answer for an exception of the engine or of what is around it. Local."""
     if isinstance(error, ApiError):
@@ -88,7 +115,10 @@ def api_error_of(error: BaseException) -> ApiError:
             headers={"Retry-After": _RETRY_AFTER_S},
         )
     if isinstance(error, ClosedError):
-        return ApiError(503, str(error), kind="server_error", code="unavailable")
+        return unavailable(str(error))
+    if isinstance(error, PeerError | DivergenceError):
+        # `/health` has the reason.
+        return unavailable("The model has failed while it wrote this text. Send it again later.")
     if isinstance(error, ConfigError | UnsupportedError):
         return ApiError(400, str(error), param=_param(error), code="invalid_value")
     if isinstance(error, PcommError):

@@ -77,8 +77,7 @@ def create_app(llm: LLM, settings: ServeSettings) -> Served:
     _add_model_routes(app, service, llm)
     _add_state_routes(app, service)
     _add_errors(app)
-    limited = RequestLimits(app, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
-    return Served(limited, service)
+    return Served(RequestLimits(app, service), service)
 
 
 class Served:
@@ -101,6 +100,7 @@ def _add_model_routes(app: FastAPI, service: Service, llm: LLM) -> None:
         "created": created,
         "owned_by": "pcomm",
         "max_model_len": llm.max_model_len,
+        "has_chat_template": not llm.loaded.chat_stop,
         # As this server has them for requests without the fields: none are those of OpenAI's API.
         "default_sampling_params": dict(llm.defaults.fields),
     }
@@ -134,6 +134,11 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         if not is_well:
             return JSONResponse({"status": reason}, status_code=503)
         return JSONResponse({"status": reason, "implementation": service.implementation})
+
+    @app.get("/ready", responses={503: {"model": dict[str, str]}})
+    async def ready() -> JSONResponse:
+        is_ready, reason = service.readiness()
+        return JSONResponse({"status": reason}, status_code=200 if is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -197,27 +202,33 @@ def _add_errors(app: FastAPI) -> None:
 
 
 class RequestLimits:
-    """ASGI middleware that refuses requests without the key, and bodies that are too large.
+    """ASGI middleware that refuses requests for a text which cannot be taken, and counts others.
 
     Args:
         app: The application behind it.
-        api_key: Key that requests to `/v1` show as `Authorization: Bearer KEY`; None for no key.
-        max_body_bytes: Most bytes of a body.
+        service: Says whether texts are written now. Its settings have the key that requests to
+            `/v1` show as `Authorization: Bearer KEY`, and the most bytes of a body.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int) -> None:
-        self._app, self._max_body_bytes = app, max_body_bytes
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._max_body_bytes = service.settings.max_body_bytes
+        key = service.settings.api_key
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, is_text = Headers(scope=scope), False
         try:
-            if self._key is not None and scope["path"].startswith("/v1"):
-                self._check_key(self._key, headers.get("authorization", ""))
+            if scope["path"].startswith("/v1"):
+                if self._key is not None:
+                    self._check_key(self._key, headers.get("authorization", ""))
+                is_text = scope["method"] == "POST"
+            if is_text and (refusal := self._service.refusal()) is not None:
+                raise refusal
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length[:18]) > self._max_body_bytes:
                 raise self._too_large()
@@ -235,7 +246,11 @@ class RequestLimits:
                 raise HTTPException(413, str(self._too_large()))
             return message
 
-        await self._app(scope, counted, send)
+        self._service.under_way += is_text
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._service.under_way -= is_text
 
     def _check_key(self, key: bytes, header: str) -> None:
         scheme, _, given = header.partition(" ")

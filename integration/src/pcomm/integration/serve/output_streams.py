@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from pcomm.core.errors import PcommError
 from pcomm.inference import Request, RequestOutput
-from pcomm.integration.serve.api_error import ApiError, api_error_of
+from pcomm.integration.serve.api_error import ApiError, api_error_of, error_response
 from pcomm.integration.serve.response_bodies import Reply, Usage
 from pcomm.integration.serve.step_loop import StepLoop
 
@@ -54,6 +54,9 @@ async def whole_answer(
 class EventStream(Response):
     """A stream of server-sent events, ended when its client leaves or stops reading.
 
+    It begins with the first token: until then an error is an answer with a status of its own, which
+    a client or a proxy can try again elsewhere. Later it is the last event.
+
     Args:
         stream: Outputs of the request; closed with the answer.
         reply: Maker of the parts.
@@ -83,27 +86,39 @@ class EventStream(Response):
         """See ASGI."""
         try:
             with contextlib.suppress(ClientGoneError, TimeoutError, OSError):
-                await unless_gone(receive, self._send_all(send))
+                error = await unless_gone(receive, self._send_all(send))
+                if error is not None:
+                    await error_response(error)(scope, receive, send)
         finally:
             self._stream.close()
 
-    async def _send_all(self, send: Send) -> None:
-        start = {"status": self.status_code, "headers": self.raw_headers}
-        await self._send(send, {"type": "http.response.start", **start})
+    async def _send_all(self, send: Send) -> ApiError | None:
+        """Send the events; the error before the first of them is returned instead."""
+        is_begun = False
         async for body in self._bodies():
+            if isinstance(body, ApiError):
+                if not is_begun:
+                    return body
+                # The status has been sent, so the error is an event, as in the OpenAI API.
+                body = _event(body.content)
+            if not is_begun:
+                start = {"status": self.status_code, "headers": self.raw_headers}
+                await self._send(send, {"type": "http.response.start", **start})
+                is_begun = True
             part = {"type": "http.response.body", "body": body, "more_body": True}
             await self._send(send, part)
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        return None
 
     async def _send(self, send: Callable[[Message], Awaitable[None]], message: Message) -> None:
         async with asyncio.timeout(self._write_timeout_s):
             await send(message)
 
-    async def _bodies(self) -> AsyncIterator[bytes]:
-        """What is sent: all that is there at once in one body."""
+    async def _bodies(self) -> AsyncIterator[bytes | ApiError]:
+        """What is sent: all that is there at once in one body; an error is the last."""
+        events = bytearray()
         try:
             while not self._stream.is_complete:
-                events = bytearray()
                 for place, output in await self._stream.read():
                     if output.error is not None:
                         raise _failure(output.request_id, output.error)
@@ -112,9 +127,11 @@ class EventStream(Response):
                         events += _event(part)
                 if events:
                     yield bytes(events)
+                    events.clear()
         except Exception as error:
-            # The status has been sent, so the error is an event, as in the OpenAI API.
-            yield _event(api_error_of(error).content)
+            if events:
+                yield bytes(events)
+            yield api_error_of(error)
             return
         if self._has_usage:
             yield _event(self._reply.usage_chunk(self._usage))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,12 +13,29 @@ from prometheus_client.registry import Collector
 from pcomm.inference import Request, RequestOutput
 from pcomm.inference.engine import EngineStats, PoolUse
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "ServerState"]
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What a server does with requests that come now.
+
+    Attributes:
+        is_ready: Whether the server takes requests.
+        is_draining: Whether the server only finishes the requests under way.
+        under_way: Number of those that it has.
+        restarts: How often its ranks were started again.
+    """
+
+    is_ready: bool
+    is_draining: bool
+    under_way: int
+    restarts: int
 
 
 @dataclass
@@ -36,14 +53,21 @@ class Metrics:
 
     Args:
         model: Value of the label `model_name`.
+        state: What the server does now.
         clock: Seconds that only grow.
     """
 
-    def __init__(self, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        model: str,
+        state: Callable[[], ServerState],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clock, self._registry = clock, CollectorRegistry()
         self._times: dict[str, _Times] = {}
         self._model = model
-        self._gauges = _EngineMetrics(model)
+        self._gauges = _EngineMetrics(model, state)
         self._registry.register(self._gauges)
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were read.")
         self._generation = self._counter("generation_tokens", "Tokens that were written.")
@@ -55,6 +79,14 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(model, reason)
+        self._refused = Counter(
+            "pcomm:requests_refused",
+            "Requests that were answered with 503, by the reason.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        for reason in ("draining", "failed"):
+            self._refused.labels(model, reason)
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Time from a request to its first token.", _FIRST_TOKEN_S
         )
@@ -98,6 +130,10 @@ class Metrics:
         """See `StepObserver`."""
         self._end(request_id, "abort", self._clock())
 
+    def refused(self, *, is_draining: bool) -> None:
+        """A request was not taken, since the server is being stopped, or its model has failed."""
+        self._refused.labels(self._model, "draining" if is_draining else "failed").inc()
+
     def text(self, stats: EngineStats | None) -> bytes:
         """All metrics in Prometheus' text format.
 
@@ -107,6 +143,10 @@ class Metrics:
         if stats is not None:
             self._gauges.stats = stats
         return generate_latest(self._registry)
+
+    def forget_engine(self) -> None:
+        """Leave out the metrics of the engine, which has failed, until there is a new state."""
+        self._gauges.stats = None
 
     def _end(self, request_id: str, reason: str, now: float) -> None:
         times = self._times.pop(request_id, None)
@@ -129,15 +169,25 @@ class Metrics:
 
 
 class _EngineMetrics(Collector):
-    """What the engine counts itself, read when it is asked for."""
+    """What the engine counts itself, and the state of the server, read when it is asked for."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, state: Callable[[], ServerState]) -> None:
+        self._model, self._state = model, state
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         """All gauges and counters of the newest state."""
-        stats = self.stats
+        state, stats = self._state(), self.stats
+        gauges: dict[str, tuple[str, float]] = {
+            "ready": ("1 while requests are taken.", state.is_ready),
+            "draining": ("1 while the server is being stopped.", state.is_draining),
+            "requests_under_way": ("HTTP requests that have no answer yet.", state.under_way),
+        }
+        counters: dict[str, tuple[str, float]] = {
+            "rank_restarts": ("Times that the ranks were started again.", state.restarts),
+        }
+        yield from self._metrics(GaugeMetricFamily, gauges)
+        yield from self._metrics(CounterMetricFamily, counters)
         if stats is None:
             return
         gauges = {
@@ -163,10 +213,7 @@ class _EngineMetrics(Collector):
                     decode.bandwidth.largest,
                 ),
             }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"pcomm:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
+        yield from self._metrics(GaugeMetricFamily, gauges)
         phases = GaugeMetricFamily(
             "pcomm:host_phase_seconds",
             "Median time of the host in a phase of a step.",
@@ -181,10 +228,17 @@ class _EngineMetrics(Collector):
             "num_preemptions": ("Requests that lost their memory.", stats.preemptions),
             "engine_steps": ("Steps that ran the model.", stats.steps),
         }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"pcomm:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        yield from self._metrics(CounterMetricFamily, counters)
+
+    def _metrics(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        values: Mapping[str, tuple[str, float]],
+    ) -> Iterator[Metric]:
+        for name, (text, value) in values.items():
+            metric = kind(f"pcomm:{name}", text, labels=["model_name"])
+            metric.add_metric([self._model], value)
+            yield metric
 
 
 def _used(pool: PoolUse) -> float:

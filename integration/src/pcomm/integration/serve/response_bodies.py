@@ -90,7 +90,7 @@ class PromptEcho:
 
     Attributes:
         text: The prompt.
-        token_ids: Its tokens.
+        token_ids: Tokens of the prompt.
         is_alone: True for a request without tokens to write; the engine writes one all the same.
     """
 
@@ -106,7 +106,7 @@ class CompletionReply(_Envelope):
         answer_id: Field `id`.
         model: Field `model`.
         texts: Texts of single tokens.
-        echoes: What stands before each text; empty for answers without the prompts.
+        echoes: Prompts that stand before the texts; empty for answers without prompts.
     """
 
     kind = chunk_kind = "text_completion"

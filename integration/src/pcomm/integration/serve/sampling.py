@@ -111,7 +111,7 @@ def request_grammar(request: RequestFields, tools: ToolUse | None = None) -> Req
 
     Args:
         request: The fields.
-        tools: What it says of tools; None for a request without them.
+        tools: Tools of the request; None for a request without them.
 
     Raises:
         ApiError: It asks for two grammars, or `structured_outputs` has not exactly one field.
@@ -165,7 +165,7 @@ def completion_params(
     Args:
         request: The fields.
         room: Most tokens that may follow the prompt.
-        grammar: What the texts follow.
+        grammar: Grammar that binds the texts.
         defaults: Settings for the fields that it has not.
 
     Raises:
@@ -201,7 +201,7 @@ def chat_params(
     Args:
         request: The fields.
         room: Most tokens that may follow the conversation.
-        grammar: What the answers follow.
+        grammar: Grammar that binds the answers.
         stop: Strings that end an answer of this model beside those that are asked for.
         defaults: Settings for the fields that it has not.
 

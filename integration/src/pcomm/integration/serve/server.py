@@ -23,6 +23,8 @@ __all__ = ["AccessLog", "bind", "listen", "serve"]
 
 # What clients get who are told that the server stops, before their connections are cut.
 _GOODBYE_S = 2.0
+# How often it is looked whether they have all ended.
+_LOOK_S = 0.02
 _BACKLOG = 2048
 
 
@@ -74,10 +76,11 @@ def _url(bound: socket.socket) -> str:
 
 
 def serve(served: Served, bound: socket.socket, *, access_log: TextIO | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then end what runs. Local; in the main thread.
+    """Serve until SIGTERM or SIGINT, or until the model is lost. Local; in the main thread.
 
-    Running requests have `shutdown_s` to end; new ones are refused. After that clients are told,
-    and the memory of their requests is free. A second SIGINT does not wait.
+    At a signal `/ready` fails first, and new requests are answered with 503, while those under way
+    have `shutdown_s` to end; the port is open until they have. After that clients are told, and
+    the memory of their requests is free. A second SIGINT does not wait.
 
     Args:
         served: The application.
@@ -91,7 +94,7 @@ def serve(served: Served, bound: socket.socket, *, access_log: TextIO | None = N
         access_log=False,
         lifespan="on",
         ws="none",
-        timeout_graceful_shutdown=int(limit_s + _GOODBYE_S) + 1,
+        timeout_graceful_shutdown=int(_GOODBYE_S) + 1,
     )
     with bound, _ignored_afterwards():
         _Server(config, served, limit_s).run(sockets=[bound])
@@ -106,7 +109,7 @@ class AccessLog:
 
     Args:
         app: The application behind it.
-        file: Where the lines go; one that is closed gets none.
+        file: File of the lines; nothing is written to one that is closed.
     """
 
     def __init__(self, app: ASGIApp, file: TextIO) -> None:
@@ -151,11 +154,20 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._served, self._limit_s = served, limit_s
 
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn; also ends when no request will be answered any more."""
+        return await super().on_tick(counter) or self._served.service.loop.is_lost
+
     async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Let requests end until the limit, then tell their clients."""
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(self._limit_s, self._served.service.end_requests)
+        """Let requests end until the limit, then tell their clients, and close the port."""
+        service, loop = self._served.service, asyncio.get_running_loop()
+        service.drain()
+        limit_s = 0.0 if service.loop.is_lost else self._limit_s
+        late = loop.call_later(limit_s, service.end_requests)
+        end = loop.time() + limit_s + _GOODBYE_S
         try:
+            while service.under_way and not self.force_exit and loop.time() < end:
+                await asyncio.sleep(_LOOK_S)
             await super().shutdown(sockets=list(sockets or ()))
         finally:
             late.cancel()

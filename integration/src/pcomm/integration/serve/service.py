@@ -13,13 +13,13 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
+from pcomm.core.errors import ClosedError, ConfigError, PcommError, UnsupportedError
 from pcomm.inference import Request, SamplingParams
 from pcomm.inference.engine import EngineStats
 from pcomm.inference.sampling import GrammarCompiler
 from pcomm.integration.huggingface.chat_template import check_variables
 from pcomm.integration.llm import LLM
-from pcomm.integration.serve.api_error import ApiError
+from pcomm.integration.serve.api_error import ApiError, unavailable
 from pcomm.integration.serve.grammar_pool import GrammarPool
 from pcomm.integration.serve.output_streams import (
     EventStream,
@@ -27,7 +27,7 @@ from pcomm.integration.serve.output_streams import (
     unless_gone,
     whole_answer,
 )
-from pcomm.integration.serve.prometheus import Metrics
+from pcomm.integration.serve.prometheus import Metrics, ServerState
 from pcomm.integration.serve.request_bodies import (
     MOST_CHOICES,
     ChatRequest,
@@ -67,15 +67,27 @@ class Service:
         llm: The model; nothing else may use it until the service is stopped.
         settings: Limits.
         clock: Seconds that only grow, for `health`.
+
+    Attributes:
+        is_draining: Whether the requests under way are the last ones.
+        under_way: Number of HTTP requests that have no answer yet.
     """
 
     def __init__(
         self, llm: LLM, settings: ServeSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings, self._llm = settings, llm
-        self.metrics = Metrics(settings.model_name)
+        self.is_draining, self.under_way = False, 0
+        self.metrics = Metrics(settings.model_name, self._state)
         self.streams = OutputStreams(settings.max_unread_tokens)
-        self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
+        self.loop = StepLoop(
+            llm.engine,
+            self.streams.deliver,
+            observer=self.metrics,
+            clock=clock,
+            restarts=settings.restarts,
+            restart_pause_s=settings.restart_pause_s,
+        )
         self._call_format = call_format(llm.loaded.chat_template.tool_source, settings.tool_format)
         self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
         self.grammars = GrammarPool(
@@ -91,8 +103,25 @@ class Service:
         self.streams.bind(self.loop)
         self.loop.start()
 
+    def drain(self) -> None:
+        """Take no more requests; those under way go on."""
+        self.is_draining = True
+
+    def refusal(self) -> ApiError | None:
+        """The answer to a request that comes now and cannot be taken; None if it can."""
+        if self.is_draining:
+            self.metrics.refused(is_draining=True)
+            message = "This server is being stopped. Send the request again, to another one."
+            # The connection is of no more use: a balancer makes its next one elsewhere.
+            return unavailable(message, Connection="close")
+        if self._failure():
+            self.metrics.refused(is_draining=False)
+            return unavailable("The model of this server has failed. Send the request again later.")
+        return None
+
     async def stop(self) -> None:
         """End all requests and the step loop."""
+        self.drain()
         self.end_requests()
         await asyncio.to_thread(self.loop.close, self.settings.shutdown_s)
 
@@ -155,7 +184,9 @@ class Service:
         try:
             asked = asyncio.wrap_future(self.loop.call(self.engine_stats))
             return self.metrics.text(await asyncio.wait_for(asked, _STATS_S))
-        except (TimeoutError, ClosedError):
+        except (TimeoutError, PcommError):
+            if self._failure():
+                self.metrics.forget_engine()
             return self.metrics.text(None)
 
     def engine_stats(self) -> EngineStats:
@@ -169,15 +200,25 @@ class Service:
 
     def health(self) -> tuple[bool, str]:
         """Whether requests are answered, and why not."""
-        if self.loop.error is not None:
-            return False, f"the step loop has failed: {type(self.loop.error).__name__}"
+        if failure := self._failure():
+            return False, failure
         if not self.loop.is_alive:
             return False, "the step loop does not run"
-        if failure := self._llm.failure:
-            return False, failure
         if (busy_s := self.loop.busy_s) > self.settings.step_limit_s:
             return False, f"a step has not returned for {busy_s:.0f} s"
         return True, "ok"
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests are taken, and why not."""
+        return (False, "draining") if self.is_draining else self.health()
+
+    def _failure(self) -> str:
+        """What the loop has failed with, or will when it looks."""
+        return self.loop.reason or self._llm.failure
+
+    def _state(self) -> ServerState:
+        is_ready, _ = self.readiness()
+        return ServerState(is_ready, self.is_draining, self.under_way, self.loop.num_restarts)
 
     async def _answer(
         self,
@@ -300,6 +341,8 @@ class ServeSettings:
         grammar_limit_s: Seconds after which a request is refused whose grammar is not compiled.
         step_limit_s: Seconds after which a step that has not returned makes `/health` fail.
         shutdown_s: Seconds that running requests have to end after SIGTERM.
+        restarts: How often the ranks of a model are started again after one has died; 0 for never.
+        restart_pause_s: Seconds before the second restart; each further one waits twice as long.
         tool_format: How the model writes calls of functions, a key of `CALL_FORMATS`; None for
             what its chat template says.
         chat_template_kwargs: Variables for the chat template; those of a request go before them.
@@ -315,6 +358,8 @@ class ServeSettings:
     grammar_limit_s: float = 60.0
     step_limit_s: float = 60.0
     shutdown_s: float = 30.0
+    restarts: int = 0
+    restart_pause_s: float = 1.0
     tool_format: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -331,6 +376,7 @@ class ServeSettings:
             "grammar_limit_s",
             "step_limit_s",
             "shutdown_s",
+            "restart_pause_s",
         ):
             # Written so that NaN, which compares as false, is refused.
             if not getattr(self, name) > 0:
@@ -340,6 +386,13 @@ class ServeSettings:
                     why="It is a limit, and nothing would pass it.",
                     fix="Give a number above 0.",
                 )
+        if self.restarts < 0:
+            raise ConfigError(
+                "ServeSettings: restarts",
+                found=f"{self.restarts!r}",
+                why="It is how often ranks are started again.",
+                fix="Give 0 or more.",
+            )
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError(
                 "ServeSettings: api_key",

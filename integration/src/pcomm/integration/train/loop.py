@@ -6,8 +6,7 @@ step again, and saves before it evaluates, since its rows are written once whate
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +22,7 @@ from pcomm.integration.config.sections import Resolved
 from pcomm.integration.data.batches import TrainBatches, evaluation_batches, padded
 from pcomm.integration.data.preparation import Prepared
 from pcomm.integration.data.token_cache import TokenCorpus
+from pcomm.integration.metrics.rows import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import ALL_RANKS, place_of, plan_sequences
 from pcomm.integration.precision import autocast
@@ -32,7 +32,7 @@ from pcomm.ntp import NtpPlan
 __all__ = [
     "Outcome",
     "batches_of",
-    "bits_per_byte",
+    "describe_mixture",
     "describe_run",
     "evaluate",
     "is_due",
@@ -63,19 +63,54 @@ def is_due(every: int | Literal["end", "none"], step: int) -> bool:
 
 
 def describe_run(config: Resolved, prepared: Prepared) -> str:
-    """Data, length and optimizer of a run, in two lines. Local."""
+    """Data, length and optimizer of a run; a line for each source of a mixture. Local."""
     train, corpus = config.train, prepared.train
-    tokens = train.steps * train.global_batch_tokens
+    batches = batches_of(config, prepared)
     micro_batches = train.global_batch_tokens // train.micro_batch_tokens // config.parallel.dp
     accumulated = f" ({micro_batches} micro-batches a rank)" if micro_batches > 1 else ""
-    return (
+    epochs = batches.epochs(train.steps)
+    length = "" if config.data.weights else f" are {epochs[0]:.2f} epochs"
+    optimizer = f"AdamW, learning rate {train.learning_rate:g}"
+    if train.optimizer == "muon":
+        optimizer = (
+            f"Muon for the matrices of blocks, learning rate {train.muon_learning_rate:g}, "
+            f"momentum {train.muon_momentum:g}; {optimizer} for all else"
+            f"{', experts included' if config.model.experts else ''}"
+        )
+    schedule = f"schedule {train.schedule} after {train.warmup_steps} steps of warm-up"
+    if 0 < train.steps <= train.warmup_steps:
+        schedule = (
+            f"its warm-up of {train.warmup_steps} steps leaves none of {train.steps} to the "
+            f"schedule {train.schedule} (train.warmup_steps)"
+        )
+    lines = [
         f"{corpus.num_documents:,} documents of {corpus.num_tokens:,} tokens, and "
         f"{prepared.held_out.num_documents:,} held out; {train.steps:,} steps of "
-        f"{train.global_batch_tokens:,} tokens{accumulated} are "
-        f"{tokens / max(1, corpus.num_tokens):.2f} epochs\n"
-        f"AdamW, learning rate {train.learning_rate:g}, schedule {train.schedule} after "
-        f"{train.warmup_steps} steps of warm-up, weight decay {train.weight_decay:g}"
-    )
+        f"{train.global_batch_tokens:,} tokens{accumulated}{length}",
+        *describe_mixture(config, corpus, epochs),
+        f"{optimizer}, {schedule}, weight decay {train.weight_decay:g}",
+    ]
+    return "\n".join(lines)
+
+
+def describe_mixture(config: Resolved, corpus: TokenCorpus, epochs: Sequence[float]) -> list[str]:
+    """A line for each source of a mixture, none without weights. Local.
+
+    Args:
+        config: The validated configuration.
+        corpus: The train split.
+        epochs: How often the run reads each source, of `TrainBatches.epochs`.
+    """
+    data = config.data
+    largest = max(data.weights, default=1.0)
+    total = sum(weight / largest for weight in data.weights)
+    return [
+        f"{weight / largest / total:.1%} of the rows from {path}: {own.num_documents:,} documents "
+        f"of {own.num_tokens:,} tokens, {times:.2f} epochs"
+        for path, weight, own, times in zip(
+            data.path, data.weights, corpus.sources(), epochs, strict=False
+        )
+    ]
 
 
 def batches_of(config: Resolved, prepared: Prepared) -> TrainBatches:
@@ -87,6 +122,7 @@ def batches_of(config: Resolved, prepared: Prepared) -> TrainBatches:
         sequence_length=train.sequence_length,
         global_batch_tokens=train.global_batch_tokens,
         micro_batch_tokens=train.micro_batch_tokens,
+        weights=config.data.weights,
     )
 
 
@@ -110,14 +146,6 @@ def read_checkpoint(
         # Converted from a directory of weights: the optimizer begins anew.
         views = {name: view for name, view in views.items() if name.startswith("model.")}
     read(checkpoint, views, group)
-
-
-def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """A sum of losses in nats as bits per byte of the text: comparable between tokenizers.
-
-    NaN where the targets stand for no byte.
-    """
-    return nats / math.log(2) / num_bytes if num_bytes else math.nan
 
 
 def evaluate(
@@ -164,4 +192,4 @@ def evaluate(
             sums[1] += batch.num_bytes if place.cp == 0 else 0
     total = groups[ALL_RANKS].collectives.all_reduce(sums)
     nats_of_all, num_bytes = total.tolist()
-    return bits_per_byte(nats_of_all, int(num_bytes)) if num_bytes else None
+    return bits_per_byte(nats_of_all, num_bytes) if num_bytes else None

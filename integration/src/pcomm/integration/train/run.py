@@ -12,13 +12,14 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from torch.profiler import record_function
+
 from pcomm.core import Group, Groups, connect
-from pcomm.core.process import World
 from pcomm.core.trace import (
     Recorder,
     exposed_communication_s,
@@ -30,13 +31,15 @@ from pcomm.integration.checkpoint.folders import check_files, newest
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.checkpoint.state import identity_of
 from pcomm.integration.config.rules import validate
-from pcomm.integration.config.sections import Config, ResolvedTrain
+from pcomm.integration.config.sections import Config
 from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.huggingface.model_from import start_config
 from pcomm.integration.huggingface.weights import load_first_weights
-from pcomm.integration.metrics import Sink, SinkGroup, draw_loss, open_sinks
+from pcomm.integration.metrics.picture import draw_loss
+from pcomm.integration.metrics.sinks import Sink, SinkGroup, open_sinks
 from pcomm.integration.parallelize import ALL_RANKS, build_model, open_run_groups, splitting_groups
 from pcomm.integration.precision import tell_device
+from pcomm.integration.train.compiled_blocks import CompiledBlocks, check_compiler, uncompiled
 from pcomm.integration.train.interrupt import RankBarrier, Stopped, listen_for_interrupt
 from pcomm.integration.train.loop import (
     Outcome,
@@ -56,7 +59,8 @@ from pcomm.integration.train.run_folder import (
     write_holder,
 )
 from pcomm.integration.train.run_state import NotFiniteSteps, Progress, chosen_dtype
-from pcomm.integration.train.speed import measured_flops
+from pcomm.integration.train.samples import continue_prompts, tell_samples
+from pcomm.integration.train.speed import StepProfile, own_flops
 from pcomm.integration.train.trainer import StepResult, Trainer, check_batch_memory, largest_memory
 
 __all__ = ["Outcome", "run_training"]
@@ -64,6 +68,8 @@ __all__ = ["Outcome", "run_training"]
 _log = logging.getLogger("pcomm.train")
 _TOKENISING_S = 24 * 3600.0
 _READING_S = 4 * 3600.0
+# The first rank may wait for a server that does not answer.
+_TRACKING_S = 300.0
 
 
 def run_training(
@@ -120,6 +126,8 @@ def _train(
             "train: memory of a batch",
             lambda: check_batch_memory(resolved, largest_memory(world.device)),
         )
+        if resolved.train.compile:
+            together("train: train.compile", lambda: check_compiler(world.device))
         if not must_restart:
             # Before anything in the folder changes, so that a refused run leaves it as it was.
             together("train: checkpoint", lambda: check_resumable(resolved, run_dir))
@@ -153,15 +161,16 @@ def _train(
                     timeout_s=_READING_S,
                 )
             _log.info("%s\n%s", model.describe(), describe_run(resolved, prepared))
+            compiled = CompiledBlocks(model) if resolved.train.compile else None
             trainer = Trainer(
                 model,
                 watched,
                 resolved,
                 batches_of(resolved, prepared),
                 recorder=steps.recorder,
-                peak_flops=_peak_flops(resolved.train, world),
+                peak_flops=own_flops(resolved.train, world.device) * world.size,
             )
-            run = _Run(trainer, prepared, run_dir, together, steps)
+            run = _Run(trainer, prepared, run_dir, together, steps, compiled)
             progress = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
             together(
@@ -184,13 +193,6 @@ def _with_dtype(config: Config, run_dir: Path, is_new: bool, together: RankBarri
     return replace(config, train=replace(config.train, dtype=dtype))
 
 
-def _peak_flops(train: ResolvedTrain, world: World) -> float:
-    """Operations a second of all ranks, as the configuration says or as this one measures."""
-    named = train.peak_tflops
-    own = measured_flops(world.device, train.dtype) if named == "auto" else named * 1e12
-    return own * world.size
-
-
 class _Run:
     """The loop around the trainer: resuming, metrics, evaluation and checkpoints."""
 
@@ -201,12 +203,16 @@ class _Run:
         run_dir: Path,
         together: RankBarrier,
         trace: StepTrace,
+        compiled: CompiledBlocks | None,
     ) -> None:
         self.together, self.world, self.trace = together, together.world, trace
         self.trainer, self.prepared, self.run_dir = trainer, prepared, run_dir
+        self.compiled = compiled
         self.config = trainer.config
         self.identity = identity_of(self.config, prepared.fingerprint)
         self.checkpoint_group = trainer.groups[ALL_RANKS, "checkpoint"]
+        steps, folder = self.config.train.profile_steps, run_dir / "profile"
+        self.profile = StepProfile(steps, folder, self.world.rank, self.world.device)
 
     def resume(self) -> Progress:
         """Read the newest checkpoint, if there is one; returns how far the run is."""
@@ -229,6 +235,8 @@ class _Run:
         )
         read_checkpoint(checkpoint, self.trainer.shard_views(), self.checkpoint_group)
         self.trainer.resume_at(progress.step, skipped=progress.skipped, rewarm=progress.rewarm)
+        if progress.rows is not None:
+            self.trainer.batches.go_on(progress.step, progress.rows)
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
         return progress
 
@@ -243,10 +251,13 @@ class _Run:
                 total_steps=self.config.train.steps,
                 stream=stream,
                 keep_through=first or None,
+                config=self.config,
             ),
+            timeout_s=_TRACKING_S,
         )
         with closing(sinks), open_saver(self.config, self.run_dir, self.checkpoint_group) as saver:
             outcome = self._loop(progress, sinks, saver)
+        self.profile.end()
         self.trace.finish()
         self.world.fail_together("train: metrics", sinks.error)
         if self.world.rank == 0:
@@ -258,9 +269,12 @@ class _Run:
         done = first = progress.step
         self.not_finite = NotFiniteSteps(train, self.run_dir, skipped=progress.skipped)
         while done < train.steps:
+            self.profile.begin(done + 1)
             with self.trace.step():
                 is_asked_to_stop = interrupt.is_requested or sinks.error is not None
                 result = self.trainer.step(done, is_asked_to_stop=is_asked_to_stop)
+            if self.compiled is not None and done == first:
+                _log.info("%s", self.compiled.describe())
             done += 1
             self._check_finite(result, saver)
             sinks.write(result.row)
@@ -269,6 +283,9 @@ class _Run:
             # Evaluated before it is saved: a run that dies in between evaluates again.
             due = is_due(train.eval_every, done)
             bits = self._evaluate(done, sinks) if due else None
+            self.profile.end(done)
+            if train.sample_every and is_due(train.sample_every, done):
+                self._sample(done)
             if is_due(self.config.checkpoint.every, done) or result.wants_to_stop:
                 self._save(saver, done, bits)
             if result.wants_to_stop:
@@ -283,11 +300,24 @@ class _Run:
 
     def _evaluate(self, step: int, sinks: Sink | None) -> float | None:
         trainer, start = self.trainer, time.perf_counter()
-        bits = evaluate(trainer.model, trainer.groups, self.prepared.held_out, self.config)
+        with record_function("evaluation"), self._eagerly():
+            bits = evaluate(trainer.model, trainer.groups, self.prepared.held_out, self.config)
         if sinks is not None and bits is not None:
             taken_s = time.perf_counter() - start
             sinks.write({"step": step, "bits_per_byte": bits, "eval_s": taken_s})
         return bits
+
+    def _eagerly(self) -> AbstractContextManager[object]:
+        # Only for blocks that are compiled: it imports Dynamo, which takes a second.
+        return nullcontext() if self.compiled is None else uncompiled()
+
+    def _sample(self, step: int) -> None:
+        """Continue the prompts, and write and tell what came of it. Collective."""
+        trainer, tokenizer = self.trainer, self.prepared.tokenizer
+        with self._eagerly():
+            texts = continue_prompts(trainer.model, trainer.groups, self.config, tokenizer)
+        if self.world.rank == 0:
+            tell_samples(self.run_dir, step, texts)
 
     def _check_finite(self, result: StepResult, saver: Saver) -> None:
         if result.is_finite:
@@ -301,7 +331,8 @@ class _Run:
         row["skipped"] = self.not_finite.skipped
 
     def _save(self, saver: Saver, step: int, bits: float | None) -> None:
-        progress = Progress(step, self.not_finite.skipped, self.trainer.rewarm)
+        rows = self.trainer.batches.rows_before(step)
+        progress = Progress(step, self.not_finite.skipped, self.trainer.rewarm, rows)
         state = {"identity": self.identity, **progress.state(self.config.train)}
         if bits is not None and math.isfinite(bits):
             state["bits_per_byte"] = bits

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from pcomm.integration.data.preparation import build_beside
 from pcomm.integration.files import atomic_write
 from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.model_from import forget_directory, placed_files
+from pcomm.integration.train.samples import SAMPLES
 
 __all__ = [
     "check_resumable",
@@ -30,6 +32,7 @@ __all__ = [
     "hold_folder",
     "lock_run",
     "prepare_folder",
+    "share_folder",
     "write_config",
     "write_holder",
 ]
@@ -153,9 +156,10 @@ def _remove_results(run_dir: Path) -> None:
     """Remove what training wrote; the tokenised text stays, which other seeds would share."""
     for checkpoint in checkpoints(run_dir):
         discard(checkpoint.folder)
-    shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
-    for file in (run_dir / "metrics.jsonl", run_dir / "loss.png"):
-        file.unlink(missing_ok=True)
+    for folder in ("tensorboard", "wandb", "profile"):
+        shutil.rmtree(run_dir / folder, ignore_errors=True)
+    for file in ("metrics.jsonl", "loss.png", SAMPLES):
+        (run_dir / file).unlink(missing_ok=True)
 
 
 def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
@@ -196,6 +200,7 @@ def check_shared(run_dir: Path, world: World) -> None:
 
 
 _NAME = ".lock"
+_RETRY_S = 0.2
 
 
 @contextmanager
@@ -230,6 +235,88 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def share_folder(
+    run_dir: Path, job: str, *, is_first: bool, patience_s: float = 0.0
+) -> Iterator[None]:
+    """Keep other runs out of a folder that all ranks of a job hold together. Local.
+
+    Ranks come and go; the folder is free when none of them is left.
+
+    Args:
+        run_dir: Folder of the run.
+        job: Word of the job, the same on all of its ranks, and of no other.
+        is_first: True for the rank that prepares the folder, before the others come.
+        patience_s: Seconds to wait for ranks of another job, which may be about to end.
+
+    Raises:
+        ConfigError: A run or the ranks of another job are under way there; or, on a later rank,
+            the folder is not the one that the first has prepared, or cannot be written.
+    """
+    path, end_s = run_dir / _NAME, time.monotonic() + patience_s
+    while True:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            descriptor = _acquire(path, fcntl.LOCK_SH)
+            if _holds_for(descriptor, job, path, may_write=is_first):
+                break
+            holder = os.pread(descriptor, 1000, 0)
+            os.close(descriptor)
+            refused = _locked(path, holder) if is_first else _not_shared(run_dir, holder)
+        except ConfigError as error:
+            refused = error
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+        if time.monotonic() >= end_s:
+            raise refused
+        time.sleep(_RETRY_S)
+    try:
+        yield
+    finally:
+        # The last one takes the name away; the others still hold it.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _holds_for(descriptor: int, job: str, path: Path, *, may_write: bool) -> bool:
+    """Whether the file that is held says the word of a job; writes it where none holds another."""
+    if _job_of(os.pread(descriptor, 1000, 0)) == job:
+        return True
+    if not may_write:
+        return False
+    try:
+        _lock(descriptor, path, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    holder = {"job": job, "pid": os.getpid(), "host": socket.gethostname()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    os.fsync(descriptor)
+    _lock(descriptor, path, fcntl.LOCK_SH)
+    # The system may give the lock to another one in between.
+    return _has_name(descriptor, path) and _job_of(os.pread(descriptor, 1000, 0)) == job
+
+
+def _job_of(holder: bytes) -> str:
+    try:
+        return str(json.loads(holder).get("job", ""))
+    except (ValueError, AttributeError):
+        return ""
+
+
+def _not_shared(run_dir: Path, holder: bytes) -> ConfigError:
+    return ConfigError(
+        f"train: folder {run_dir}",
+        found=f"{socket.gethostname()} does not see there what the first rank has written, but "
+        + (holder.decode(errors="replace") or "nothing"),
+        why="All ranks read tokens and write checkpoints in one folder.",
+        fix="Give --out a folder on a file system that all hosts share, such as NFS or Lustre, by "
+        "a path that is the same on all of them.",
+    )
+
+
 def holder_of(run_dir: Path) -> str:
     """What the process that holds the folder says of itself; empty if none does. Local."""
     try:
@@ -238,12 +325,12 @@ def holder_of(run_dir: Path) -> str:
         return ""
 
 
-def _acquire(path: Path) -> int:
+def _acquire(path: Path, kind: int = fcntl.LOCK_EX) -> int:
     """A descriptor of the locked file that has the name now."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            _lock(descriptor, path)
+            _lock(descriptor, path, kind)
             if _has_name(descriptor, path):
                 return descriptor
         except OSError as error:
@@ -256,9 +343,9 @@ def _acquire(path: Path) -> int:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int, path: Path, kind: int) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         # Such as Lustre that was mounted without locks.
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):

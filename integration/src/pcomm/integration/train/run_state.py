@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,16 @@ from pcomm.integration.config.sections import Config, Dtype, TrainConfig, given
 from pcomm.integration.precision import faster_dtype
 
 __all__ = ["NotFiniteSteps", "Progress", "Rewarm", "chosen_dtype", "first_not_finite"]
-__all__ += ["learning_rate"]
+__all__ += ["learning_rate", "learning_rates"]
 
 _log = logging.getLogger("pcomm.train")
 
 # What decides the learning rate of a step.
 _SCHEDULE: tuple[str, ...] = ("learning_rate", "schedule", "steps", "warmup_steps")
-_SCHEDULE += ("min_learning_rate_ratio", "decay_steps", "decay_type")
+_SCHEDULE += ("min_learning_rate_ratio", "decay_steps", "decay_type", "muon_learning_rate")
+
+# The rates of `learning_rates`, in words.
+_RATES = ("the learning rate", "Muon's learning rate")
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,29 @@ class Progress:
         step: Number of steps that are done, skipped ones included.
         skipped: Number of them that changed no parameter.
         rewarm: Place where the learning rate would have jumped, if `train.rewarm_steps` smooths it.
+        rows: Rows of text that were read; None for those of as many whole batches.
     """
 
     step: int = 0
     skipped: int = 0
     rewarm: Rewarm | None = None
+    rows: int | None = None
 
     def state(self, config: TrainConfig) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON; `resumed` reads it. Local."""
+        last = learning_rates(config, self.step - 1, self.rewarm)
+        # What this configuration would do next: another one is recognised by it.
+        following = learning_rates(config, self.step, self.rewarm)
         rates = {
-            "last": learning_rate(config, self.step - 1, self.rewarm),
-            # What this configuration would do next: another one is recognised by it.
-            "next": learning_rate(config, self.step, self.rewarm),
+            "last": last[0],
+            "next": following[0],
+            "muon_last": last[1],
+            "muon_next": following[1],
             **{key: getattr(config, key) for key in _SCHEDULE},
         }
         rewarm = None if self.rewarm is None else list(self.rewarm)
         state = {"skipped": self.skipped, "learning_rate": rates, "rewarm": rewarm}
-        return {**state, "dtype": config.dtype}
+        return {**state, "dtype": config.dtype, "rows": self.rows}
 
     @classmethod
     def resumed(cls, checkpoint: Checkpoint, config: TrainConfig) -> Progress:
@@ -65,23 +74,26 @@ class Progress:
         saved = checkpoint.state()
         rates = saved.get("learning_rate")
         skipped, rewarm = saved.get("skipped", 0), _rewarm(saved.get("rewarm"))
-        known = isinstance(rates, Mapping) and _is_rate(rates.get("last"), rates.get("next"))
-        if not isinstance(skipped, int) or not (known or rates is None) or rewarm is False:
+        rows = saved.get("rows")
+        known = isinstance(rates, Mapping) and _is_rate(*_saved(rates, "last", "next"))
+        is_count = isinstance(skipped, int) and isinstance(rows, int | None)
+        if not is_count or not (known or rates is None) or rewarm is False:
             raise ConfigError(
                 f"checkpoint {checkpoint.folder}",
-                found=f"state.json with skipped {skipped!r:.60}, learning_rate {rates!r:.120}",
+                found=f"state.json with skipped {skipped!r:.60}, rows {rows!r:.60}, "
+                f"learning_rate {rates!r:.120}",
                 why="They say how far the run is and with which learning rate it goes on.",
                 fix="Remove this folder to go on from the checkpoint before it.",
             )
         assert not isinstance(rewarm, bool)
-        progress = cls(checkpoint.step, skipped, rewarm)
+        progress = cls(checkpoint.step, skipped, rewarm, rows)
         return progress._with_change(rates, config) if isinstance(rates, Mapping) else progress
 
     def _with_change(self, rates: Mapping[str, Any], config: TrainConfig) -> Progress:
-        coming = learning_rate(config, self.step, self.rewarm)
-        if self.step >= config.steps or coming == rates["next"]:
+        coming = learning_rates(config, self.step, self.rewarm)
+        if self.step >= config.steps or coming == _saved(rates, "next"):
             return self
-        last = float(rates["last"])
+        last = _saved(rates, "last")
         now = {key: getattr(config, key) for key in _SCHEDULE if key in rates}
         differing = [
             f"train.{key} was {rates[key]} and is {value}"
@@ -94,19 +106,27 @@ class Progress:
                 "the schedule of the learning rate has changed%s: it was %.3g, and follows the new "
                 "one after train.rewarm_steps = %d",
                 changed,
-                last,
+                last[0],
                 config.rewarm_steps,
             )
-            return Progress(self.step, self.skipped, Rewarm(self.step, last))
-        if coming != last:
+            return replace(self, rewarm=Rewarm(self.step, *last))
+        # One whose schedule is as it was does not jump, though it is another than in the last step.
+        jumps = [
+            f"{whose} jumps from {before} to {after}"
+            for whose, old, planned, new in zip(
+                _RATES, last, _saved(rates, "next"), coming, strict=True
+            )
+            if new not in (old, planned)
+            for before, after in [_told_apart(old, new)]
+        ]
+        if jumps:
             _log.warning(
-                "the learning rate jumps from %s to %s, since its schedule has changed%s; with "
-                "train.rewarm_steps it gets there in so many steps, and with "
-                "train.schedule=constant a longer run changes nothing",
-                *_told_apart(last, coming),
+                "%s, since its schedule has changed%s; with train.rewarm_steps it gets there in so "
+                "many steps, and with train.schedule=constant a longer run changes nothing",
+                " and ".join(jumps),
                 changed,
             )
-        return Progress(self.step, self.skipped)
+        return replace(self, rewarm=None)
 
 
 def chosen_dtype(
@@ -133,13 +153,18 @@ def chosen_dtype(
     return faster_dtype(device, config.model.width)
 
 
+def _saved(rates: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:
+    """Rates of both optimizers as they were saved; before there was Muon, it had none."""
+    return tuple(one for key in keys for one in (rates.get(key), rates.get(f"muon_{key}", 0.0)))
+
+
 def _rewarm(value: object) -> Rewarm | bool | None:
     """As it was saved; False for what no `Rewarm` was saved as."""
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], int):
+    if not isinstance(value, list) or len(value) not in (2, 3) or not isinstance(value[0], int):
         return False
-    return Rewarm(value[0], float(value[1])) if _is_rate(value[1]) else False
+    return Rewarm(value[0], *map(float, value[1:])) if _is_rate(*value[1:]) else False
 
 
 def _told_apart(one: float, other: float) -> tuple[str, str]:
@@ -160,27 +185,43 @@ class Rewarm(NamedTuple):
 
     Attributes:
         step: The first step after the change, from 0.
-        rate: The learning rate of the step before.
+        rate: AdamW's learning rate of the step before.
+        muon_rate: Learning rate of Muon.
     """
 
     step: int
     rate: float
+    muon_rate: float = 0.0
 
 
-def learning_rate(config: TrainConfig, step: int, rewarm: Rewarm | None = None) -> float:
-    """Linear warm-up to `learning_rate`, then what `train.schedule` says. Local.
+def learning_rates(
+    config: TrainConfig, step: int, rewarm: Rewarm | None = None
+) -> tuple[float, float]:
+    """Of AdamW and of Muon: linear warm-up to the peak, then what `train.schedule` says. Local.
+
+    Muon's is 0 where it is not used.
 
     Args:
         config: Rates, lengths and the schedule.
         step: Number of the step, from 0; the last step of a run that decays has the minimum.
-        rewarm: Place from which the rate moves in a straight line to that of the schedule, over
-            `train.rewarm_steps`; None if it follows the schedule everywhere.
+        rewarm: Place from which the rates move in a straight line to those of the schedule, over
+            `train.rewarm_steps`; None if they follow the schedule everywhere.
     """
-    rate = config.learning_rate * _scheduled(config, step)
-    if rewarm is not None and 0 <= step - rewarm.step < config.rewarm_steps:
-        share = (step - rewarm.step + 1) / config.rewarm_steps
-        return rewarm.rate + (rate - rewarm.rate) * share
-    return rate
+    factor = _scheduled(config, step)
+    rate = config.learning_rate * factor
+    muon_rate = config.muon_learning_rate * factor if config.optimizer == "muon" else 0.0
+    if rewarm is None or not 0 <= step - rewarm.step < config.rewarm_steps:
+        return rate, muon_rate
+    share = (step - rewarm.step + 1) / config.rewarm_steps
+    return (
+        rewarm.rate + (rate - rewarm.rate) * share,
+        rewarm.muon_rate + (muon_rate - rewarm.muon_rate) * share,
+    )
+
+
+def learning_rate(config: TrainConfig, step: int, rewarm: Rewarm | None = None) -> float:
+    """AdamW's of `learning_rates`. Local."""
+    return learning_rates(config, step, rewarm)[0]
 
 
 # What is left of the rate after a share of the decay.

@@ -7,12 +7,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from pcomm.core import Groups
 from pcomm.core.checkpoint import ShardView
@@ -21,8 +23,9 @@ from pcomm.core.trace import Recorder
 from pcomm.gdn_cp import Plan
 from pcomm.integration.checkpoint.state import set_optimizer_step
 from pcomm.integration.config.model_rules import expert_blocks
-from pcomm.integration.config.sections import Resolved, TrainConfig
+from pcomm.integration.config.sections import Resolved
 from pcomm.integration.data.batches import Batch, TrainBatches, padded
+from pcomm.integration.metrics.rows import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.moe import Balance, rows_of_tokens
 from pcomm.integration.parallelize import (
@@ -34,7 +37,8 @@ from pcomm.integration.parallelize import (
 )
 from pcomm.integration.precision import autocast
 from pcomm.integration.replicas import DataParallel
-from pcomm.integration.train.run_state import Rewarm, first_not_finite, learning_rate
+from pcomm.integration.train.optimizers import ParameterKinds, make_optimizer, set_rates
+from pcomm.integration.train.run_state import Rewarm, first_not_finite, learning_rates
 from pcomm.integration.train.speed import Speed, peak_memory_mib
 from pcomm.ntp import NtpPlan
 
@@ -42,11 +46,9 @@ __all__ = [
     "DeviceBatch",
     "StepResult",
     "Trainer",
-    "adamw",
     "check_batch_memory",
     "largest_memory",
     "memory_mib",
-    "names_that_decay",
 ]
 
 _log = logging.getLogger("pcomm.train")
@@ -64,7 +66,8 @@ class Trainer:
         batches: The batches of the train split.
         plan: Plan of the ranks in use, where it is not the one of the configuration.
         replicas: Sums of gradients; None for those of `share_gradients`.
-        optimizer: Optimizer of the parameters of `replicas`; None for `adamw`.
+        optimizer: Optimizer of the parameters of `replicas`; None for that of
+            `make_optimizer`.
         compares: False if context-parallel ranks need not compare their first batch.
         recorder: Recorder of the spans of forward, backward and the optimizer; None for no record.
         peak_flops: Operations a second that all ranks together can do, of which the rows then tell
@@ -92,12 +95,12 @@ class Trainer:
         self._recorder = recorder or Recorder(is_on=False)
         self.model, self.groups, self.config, self.batches = model, groups, config, batches
         # Asked before a shard that is cut inside rows has lost its dimensions.
-        decaying = names_that_decay(model)
+        kinds = ParameterKinds.of(model)
         flops = model.training_flops(config.train.sequence_length)
         self._speed = Speed(config.train.global_batch_tokens, flops, peak_flops)
         self.replicas = replicas or share_gradients(model, config, groups, plan)
-        self.optimizer = optimizer or adamw(
-            self.replicas.named_parameters(), decaying, config.train
+        self.optimizer = optimizer or make_optimizer(
+            self.replicas.named_parameters(), kinds, config.train
         )
         self.rewarm: Rewarm | None = None
         self._place = place_of(config, groups, plan)
@@ -133,10 +136,9 @@ class Trainer:
         self._update(norm)
 
     def set_learning_rate(self, index: int) -> float:
-        """Give the optimizer the learning rate of step `index`, and return it. Local."""
-        rate = learning_rate(self.config.train, index, self.rewarm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        """Give the optimizer the learning rates of step `index`; returns AdamW's. Local."""
+        rate, muon_rate = learning_rates(self.config.train, index, self.rewarm)
+        set_rates(self.optimizer, rate, muon_rate)
         return rate
 
     def row(
@@ -146,6 +148,7 @@ class Trainer:
         row = {
             "step": index + 1,
             "loss": agreed.nats / self.batches.num_targets(index),
+            "train_bits_per_byte": bits_per_byte(agreed.nats, agreed.num_bytes),
             **self._speed.row(index, elapsed_s),
             "lr": rate,
             "grad_norm": float(norm),
@@ -186,30 +189,32 @@ class Trainer:
         place = self._place
         replica, num_replicas, shares = place.replica, place.num_replicas, place.shares
         num_micro = self.batches.num_micro_batches(num_replicas, dp_rank=replica, shares=shares)
-        nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        nats, num_bytes = torch.zeros((), dtype=torch.float64, device=self.model.device), 0
         balance_loss = torch.zeros_like(nats)
         self.replicas.zero_grad()
         self._speed.data_s = 0.0
         for micro in range(num_micro):
             start = time.perf_counter()
-            batch = self.batches.batch(
-                index, micro=micro, dp_rank=replica, dp_size=num_replicas, shares=shares
-            )
+            with record_function("data"):
+                batch = self.batches.batch(
+                    index, micro=micro, dp_rank=replica, dp_size=num_replicas, shares=shares
+                )
             self._speed.data_s += time.perf_counter() - start
             with self.replicas.accumulate(is_last=micro == num_micro - 1):
                 losses, balance = self._forward(batch)
                 if balance is not None:
                     # Before backward, in which layers may be computed, and counted, again.
                     balance_loss += balance.total()
-                with self._recorder.span("backward"):
+                with self._span("backward"):
                     (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
-        return LocalLoss(nats, balance_loss)
+            num_bytes += batch.num_bytes
+        return LocalLoss(nats, balance_loss, num_bytes)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Balance | None]:
         """Losses of this rank's tokens, and what their layers add to balance their experts."""
         device = self.model.device
-        with self._recorder.span("forward"), autocast(self.config.train.dtype, device):
+        with self._span("forward"), autocast(self.config.train.dtype, device):
             whole = padded(batch, self._place.token_multiple)
             inputs = DeviceBatch.of(whole, self._plan(whole), device)
             balance = self._balance(batch, inputs.plan) if self._balanced_layers else None
@@ -254,7 +259,7 @@ class Trainer:
             norm: The norm of the gradient; None where it is not known yet.
             is_asked_to_stop: True if this rank was asked to stop.
         """
-        nats, balance = found
+        nats, balance, num_bytes = found
         # Ranks of tp have the nats of the same tokens, but each routes tokens of its own.
         counts = self._tp.rank == 0
         is_bad = ~(nats.isfinite() & balance.isfinite())
@@ -262,20 +267,30 @@ class Trainer:
             is_bad = is_bad | ~norm.isfinite()
         nats = nats if counts else torch.zeros_like(nats)
         asked = nats.new_tensor(float(is_asked_to_stop))
-        mine = torch.stack([nats, balance, is_bad.to(nats), asked])
+        # Context-parallel ranks all have the whole batch, too.
+        of_text = nats.new_tensor(num_bytes if counts and self._place.cp == 0 else 0)
+        mine = torch.stack([nats, balance, is_bad.to(nats), asked, of_text])
         everyone = self.groups[ALL_RANKS].collectives
-        total, balance_loss, num_bad, num_asked = everyone.all_reduce(mine, out=mine).tolist()
+        total, balance_loss, num_bad, num_asked, num_bytes = everyone.all_reduce(
+            mine, out=mine
+        ).tolist()
         # Finite terms may still have a sum that is not.
         is_finite = num_bad == 0 and math.isfinite(total) and math.isfinite(balance_loss)
-        return GlobalMetrics(total, balance_loss, is_finite, num_asked > 0)
+        return GlobalMetrics(total, balance_loss, is_finite, num_asked > 0, int(num_bytes))
 
     def _update(self, norm: torch.Tensor) -> None:
         """Clip the gradients and change the parameters."""
         clip_norm = self.config.train.clip_norm
         if clip_norm != "none":
             self.replicas.clip(clip_norm, norm)
-        with self._recorder.span("optimizer"):
+        with self._span("optimizer"):
             self.optimizer.step()
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        """A part of a step, as our trace and torch's profiler show it."""
+        with self._recorder.span(name), record_function(name):
+            yield
 
 
 class LocalLoss(NamedTuple):
@@ -286,6 +301,9 @@ class LocalLoss(NamedTuple):
 
     balance: torch.Tensor
     """Its part of the balance losses."""
+
+    num_bytes: int
+    """Bytes of text that its targets stand for; with those of other ranks of cp and tp."""
 
 
 class GlobalMetrics(NamedTuple):
@@ -303,6 +321,9 @@ class GlobalMetrics(NamedTuple):
     wants_to_stop: bool
     """Whether any rank was asked to stop."""
 
+    num_bytes: int
+    """Bytes of text that all targets of the global batch stand for."""
+
 
 class StepResult(NamedTuple):
     """What a step tells; the same on all ranks."""
@@ -315,35 +336,6 @@ class StepResult(NamedTuple):
 
     is_finite: bool = True
     """Whether loss and gradient were finite numbers; otherwise no parameter has changed."""
-
-
-def names_that_decay(model: nn.Module) -> frozenset[str]:
-    """Parameters that decay: matrices, and not norms or what there is one of for each head."""
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
-
-
-def adamw(
-    named: Iterable[tuple[str, nn.Parameter]], decaying: frozenset[str], train: TrainConfig
-) -> AdamW:
-    """The optimizer of a run. Local.
-
-    Args:
-        named: Parameters, or shards of them, by name.
-        decaying: Names of those that decay; see `names_that_decay`.
-        train: Learning rate, decay and decay rates of the averages.
-    """
-    parameters = dict(named)
-    matrices = [parameter for name, parameter in parameters.items() if name in decaying]
-    others = [parameter for name, parameter in parameters.items() if name not in decaying]
-    return AdamW(
-        [
-            {"params": matrices, "weight_decay": train.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=train.learning_rate,
-        betas=train.betas,
-        fused=True,
-    )
 
 
 class DeviceBatch(NamedTuple):

@@ -139,7 +139,7 @@ def count_of(their: Values, name: str, default: int | None = None, *, least: int
     """The whole number in a field.
 
     Args:
-        their: Their configuration.
+        their: Fields of the configuration in the directory.
         name: Name of the field.
         default: Value where the field is absent or null; None if it must be there.
         least: Smallest sound value.

@@ -1,0 +1,1 @@
+"""Rows of a run: what they hold, where they go, and pictures of them."""

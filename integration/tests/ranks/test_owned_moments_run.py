@@ -1,0 +1,121 @@
+"""Runs whose replicas share the optimizer's state, and stop, die and go on like one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration_support.faulty_runs import Fault, faulty_rank
+from integration_support.short_runs import (
+    NUMBERS,
+    open_trainer,
+    prepare_words,
+    tiny_config,
+    train_steps,
+    worst_difference,
+)
+from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.process import RankReport, ResilientRanks
+from pcomm.core.testing.programs import PATIENCE_S, scaled_s
+from pcomm.integration.checkpoint.folders import newest
+from pcomm.integration.checkpoint.state import read
+from pcomm.integration.config.rules import validate, validate_resilient
+from pcomm.integration.config.sections import CheckpointConfig, Config, ParallelConfig
+
+STEPS = 5
+PRELOAD = ["pcomm.integration.train.resilient", "torch._dynamo"]
+
+
+def config(parallel: ParallelConfig) -> Config:
+    # A small learning rate, see test_uneven_replicas.
+    keys = {"learning_rate": 1e-5, "warmup_steps": 1, "eval_every": "none"}
+    # Rows for two replicas, and for three.
+    sizes = {"sequence_length": 64, "global_batch_tokens": 12 * 64}
+    base = tiny_config(parallel, **{"steps": STEPS, **keys, **sizes})
+    return dataclasses.replace(base, checkpoint=CheckpointConfig(every=2))
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(parallel: ParallelConfig, run_dir: Path, faults: Sequence[Fault]) -> dict[int, RankReport]:
+    """How the ranks of a run with faults have ended."""
+    number = int(parallel.dp) * parallel.cp * parallel.tp
+    with ResilientRanks(number, preload=PRELOAD) as processes:
+        processes.start(faulty_rank, (config(parallel), run_dir, *faults))
+        return processes.wait(timeout_s=scaled_s(PATIENCE_S))
+
+
+def shard(copies: int, **sizes: int) -> ParallelConfig:
+    return ParallelConfig(data="shard", copies=copies, **sizes)
+
+
+PLAIN = ParallelConfig(dp=2, tp=2)
+# Rank 1 is asked to stop in the third step, after which all save.
+STOP = Fault(rank=1, step=2, number=signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("runs", "generations"),
+    [
+        # A death in backward, and one behind the step and before the checkpoint.
+        ([(shard(2, dp=3), [Fault(1, 1), Fault(0, 3, "save")])], [0, 1, 1, 1, 2]),
+        ([(shard(2, dp=2, tp=2), [Fault(2, 2)])], [0, 0, 1, 1, 1]),
+        # The only owner of some units: back to the checkpoint of the second step.
+        ([(shard(1, dp=2), [Fault(1, 3)])], [0, 0, 1, 1, 1]),
+        ([(shard(2, dp=2, tp=2), [STOP]), (shard(2, dp=3), [Fault(0, 3)])], [0, 0, 0, 1, 1]),
+        ([(shard(2, dp=2), [STOP]), (PLAIN, [])], [0] * STEPS),
+        ([(PLAIN, [STOP]), (shard(1, dp=2, cp=2), [])], [0] * STEPS),
+    ],
+    ids=["deaths", "tp", "back", "other ranks", "without owners", "with owners"],
+)
+def test_it_learns_what_one_process_learns(runs, generations, tmp_path):
+    run_dir = prepare_words(tmp_path, documents=40)
+    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
+    for parallel, faults in runs:
+        reports = run(parallel, run_dir, faults)
+        dead = {one.rank for one in faults if one.number == signal.SIGKILL}
+        finished = {rank for rank, report in reports.items() if report.has_finished}
+        assert finished == set(reports) - dead, [r.reason for r in reports.values()]
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["generation"] for row in rows] == generations
+    found = torch.tensor([[row[key] for key in NUMBERS] for row in rows], dtype=torch.float64)
+    expected = torch.tensor(alone.rows, dtype=torch.float64)
+    assert float((found - expected).abs().max()) <= 1e-12
+    last = newest(run_dir)
+    assert last is not None
+    assert last.step == STEPS
+    with open_trainer(config(ParallelConfig()), run_dir, torch.float64) as trainer:
+        views = trainer.shard_views()
+        read(last, views)
+        worst, where = worst_difference(views, alone.tensors)
+    assert worst <= 1e-12, where
+
+
+def muon(asked: Config) -> Config:
+    return dataclasses.replace(asked, train=dataclasses.replace(asked.train, optimizer="muon"))
+
+
+def test_what_cannot_be_shared_is_refused_by_name():
+    hybrid = ParallelConfig(dp=4, data="hybrid", shard_ranks=2)
+    for asked, kind, found in (
+        (config(hybrid), UnsupportedError, "parallel.data"),
+        (config(dataclasses.replace(shard(2, dp=2), zero=2)), UnsupportedError, "parallel.zero"),
+        (muon(config(shard(2, dp=2))), UnsupportedError, "train.optimizer"),
+        (config(ParallelConfig(dp=2, copies=3)), ConfigError, "parallel.copies"),
+    ):
+        with pytest.raises(kind, match=found):
+            validate_resilient(asked, 4)
+    with pytest.raises(ConfigError, match=r"parallel\.copies"):
+        validate(config(shard(3, dp=2)), 2)
+    found = validate_resilient(config(shard(3, dp=2)), 4).parallel
+    assert (found.data, found.copies, found.zero) == ("shard", 3, 1)
