@@ -19,6 +19,9 @@ _BESIDE = [
 sys.path += [folder for folder in _BESIDE if folder not in sys.path]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *_BESIDE]))
 
+# No test writes into the user's home, nor depends on what is there.
+os.environ["PCOMM_CACHE"] = "none"
+
 # From files that take up to a minute to those of milliseconds: a long one that begins last would
 # keep one process busy while the others have nothing left.
 _KINDS = ("e2e", "ranks", "tests", "unit")

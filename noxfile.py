@@ -21,7 +21,7 @@ import hashlib
 import os
 import shutil
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
+WATCHED = sys.stdout.isatty()
 CONSTRAINTS = ROOT / "constraints.txt"
 SETTINGS = nox.project.load_toml("pyproject.toml")
 # Lower floors first: pcomm-core, the features, then integration.
@@ -49,20 +50,46 @@ WITH_WHEELS = {
     "pcomm-nvls": ["ranks/test_all_gather_into_tensor.py"],
     "pcomm-integration": ["e2e/test_command_line.py"],
 }
+# What `oldest` and `newest` run: torch's collectives, what each package does with torch, and every
+# library that integration is made from. Transformers asks for newer ones, so no test here has it.
+AT_BOTH_ENDS = [
+    "packages/pcomm-core/tests/ranks/test_collectives.py",
+    "packages/pcomm-core/tests/ranks/test_world.py",
+    "packages/pcomm-fsdp/tests/ranks/test_equal_to_one_process.py",
+    "packages/pcomm-gdn-cp/tests/ranks/test_plan_on_ranks.py",
+    "packages/pcomm-inference/tests/unit/test_engine.py",
+    "packages/pcomm-inference/tests/unit/test_structured_output.py",
+    "packages/pcomm-ntp/tests/ranks/test_reshard_on_ranks.py",
+    "packages/pcomm-nvls/tests/ranks/test_all_gather_into_tensor.py",
+    "integration/tests/e2e/test_command_line.py",
+    "integration/tests/e2e/test_serve_api.py",
+]
 SOURCE_PATH = os.pathsep.join(str(package / "src") for package in PACKAGES)
 
 
 @nox.session
 def environment(session: nox.Session) -> None:
-    """Install torch, the tools that run code, and all packages in editable form."""
+    """Install torch and all packages in editable form: what training, chat and serving need."""
 
     def install() -> None:
-        pip_install(session, *group("run"))
+        pip_install(session, *group("editable"))
         # hatchling is there now, so no package needs a build environment of its own.
-        members = [word for path in PACKAGES for word in ("--editable", f"{path}[test]")]
+        members = editable({path: ["serve"] * (path.name == "integration") for path in PACKAGES})
         pip_install(session, "--no-build-isolation", *members)
 
     install_once(session, install)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def workshop(session: nox.Session) -> None:
+    """Add to that environment the tools, and what tests and benchmarks compare with."""
+
+    def install() -> None:
+        asked = sorted({line for path in PACKAGES for line in extra(path, "test")})
+        words = ["--constraint", str(CONSTRAINTS), *group("run"), *asked]
+        run_in_environment(session, "python", "-m", "pip", "install", *words, silent=not WATCHED)
+
+    install_once(session, install, shared_environment(session) / "workshop-for.txt")
 
 
 @nox.session(venv_backend="none", requires=["environment"])
@@ -74,7 +101,7 @@ def train(session: nox.Session) -> None:
     )
 
 
-@nox.session(venv_backend="none", requires=["environment"])
+@nox.session(venv_backend="none", requires=["workshop"])
 def tests(session: nox.Session) -> None:
     """Run every test, in three processes; words after `--` go to pytest, such as `-n 0 --pdb`."""
     # One more than the cores of a small machine, for while ranks wait for each other. Tests of a
@@ -84,20 +111,20 @@ def tests(session: nox.Session) -> None:
     run_in_environment(session, "python", "-m", "pytest", *at_once, *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["environment"])
+@nox.session(venv_backend="none", requires=["workshop"])
 def soak(session: nox.Session) -> None:
     """Run the long forms of tests, which `tests` leaves out; words after `--` go to pytest."""
     chosen = ["-m", "soak", "--timeout", "14400"]
     run_in_environment(session, "python", "-m", "pytest", *chosen, *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["environment"])
+@nox.session(venv_backend="none", requires=["workshop"])
 def types(session: nox.Session) -> None:
     """Check the types of all sources, strictly."""
     run_in_environment(session, "python", "-m", "mypy", *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["environment"])
+@nox.session(venv_backend="none", requires=["workshop"])
 def bench(session: nox.Session) -> None:
     """Run the benchmarks, or those named after `--`; `-- --save` keeps the rows in docs/."""
     found = {
@@ -148,10 +175,13 @@ def api(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/; any warning is an error."""
+    """Build the documentation into site/, where any warning is an error, and look at its pages."""
     install_once(session, lambda: pip_install(session, *group("docs")))
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", "build", "--strict", *session.posargs, env=quiet)
+    if not session.posargs:
+        looked_at = {"PCOMM_SITE": str(ROOT / "site")}
+        session.run("python", "-m", "pytest", "-q", "tools/tests/test_site.py", env=looked_at)
 
 
 @nox.session
@@ -173,6 +203,34 @@ def isolated(session: nox.Session) -> None:
     build_into_dist(session)
     for package in PACKAGES:
         run_tests_alone(session, package)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Run some tests with the oldest versions that the packages promise to work with."""
+    lowest = Path(session.create_tmp()) / "oldest.txt"
+    lowest.write_text("\n".join(sorted(oldest_versions())))
+    test_one_end(session, "--constraint", str(lowest))
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Run the same tests with the newest versions that pip finds."""
+    test_one_end(session, "--upgrade", "--upgrade-strategy", "eager")
+
+
+@nox.session(python=["3.11", "3.12", "3.13"], requires=["build"])
+def release(session: nox.Session) -> None:
+    """Install the wheels alone, import every face, and train three steps on two ranks."""
+    session.run("python", "-m", "pip", "uninstall", "-qy", *map(name_of, PACKAGES), silent=True)
+    pip_install(session, *(str(wheel_of(path)) for path in PACKAGES))
+    away = Path(session.create_tmp()).resolve()
+    check = ROOT / "tools" / "check_installed_alone.py"
+    options = ["--ranks", "2", "--set", "train.steps=3", "--set", "train.warmup_steps=1"]
+    options += ["--set", "data.vocabulary=320", "--set", "sample.max_tokens=8"]
+    with session.chdir(away):
+        session.run("python", "-P", str(check), *map(module_of, PACKAGES))
+        session.run("pcomm", "train", *options, "--restart", "--out", "run", *session.posargs)
 
 
 def run_tests_alone(session: nox.Session, package: Path) -> None:
@@ -209,17 +267,50 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
         session.run("python", "-P", *pytest, *options, "tests", env=plugins)
 
 
+def test_one_end(session: nox.Session, *versions: str) -> None:
+    """Run tests of every package with some versions; words after `--` replace those tests."""
+    wanted = editable({path: extras(path) for path in PACKAGES})
+    tools = ["hypothesis", "jsonschema", "openai", "pytest", "pytest-timeout", "schemathesis"]
+    session.install(*versions, *tools, *wanted, silent=not WATCHED)
+    session.run("python", "-m", "pip", "list", "--exclude-editable")
+    # Old libraries warn of new Pythons, and new ones of what they will take away.
+    options = ["-q", "-W", "default", "-p", "one_case_each", "--hypothesis-profile"]
+    chosen = session.posargs or AT_BOTH_ENDS
+    session.run("python", "-m", "pytest", *options, "one_case_each", *chosen)
+
+
+def editable(wanted: Mapping[Path, Sequence[str]]) -> list[str]:
+    """Words for pip that install packages in editable form, each with some extras."""
+    places = [
+        f"{path}[{','.join(names)}]" if names else str(path) for path, names in wanted.items()
+    ]
+    return [word for place in places for word in ("--editable", place)]
+
+
+def oldest_versions() -> set[str]:
+    """Each library of others that a package asks for, at the lower end of its range."""
+    lines = [line for path in PACKAGES for line in project(path)["dependencies"]]
+    lines += [line for path in PACKAGES for name in extras(path) for line in extra(path, name)]
+    asked = [Requirement(line) for line in lines]
+    ends = {one.name: [s.version for s in one.specifier if s.operator == ">="] for one in asked}
+    ours = {name_of(path) for path in PACKAGES}
+    return {f"{name}=={low}" for name, (low,) in ends.items() if name not in ours}
+
+
 def build_into_dist(session: nox.Session) -> None:
     """Build all distributions into a fresh dist/ with the hatchling that is installed."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for package in PACKAGES:
         outdir = ["--outdir", str(ROOT / "dist"), str(package)]
         session.run("python", "-m", "build", "--no-isolation", *outdir, silent=True)
+    session.run("python", "tools/check_metadata.py", "dist")
 
 
-def install_once(session: nox.Session, install: Callable[[], None]) -> None:
+def install_once(
+    session: nox.Session, install: Callable[[], None], stamp: Path | None = None
+) -> None:
     """Call `install` unless this environment was filled for the same requirements before."""
-    stamp = Path(session.virtualenv.location) / "installed-for.txt"
+    stamp = stamp or Path(session.virtualenv.location) / "installed-for.txt"
     digest = hashlib.sha256(sys.version.encode())
     for path in (CONSTRAINTS, ROOT / "pyproject.toml", *(p / "pyproject.toml" for p in PACKAGES)):
         digest.update(path.read_bytes())
@@ -231,16 +322,23 @@ def install_once(session: nox.Session, install: Callable[[], None]) -> None:
 
 def pip_install(session: nox.Session, *words: str) -> None:
     """Install under the constraints, with pip's progress on a terminal."""
-    watched = sys.stdout.isatty()
-    session.install("--constraint", str(CONSTRAINTS), *words, silent=not watched)
+    session.install("--constraint", str(CONSTRAINTS), *words, silent=not WATCHED)
+
+
+def shared_environment(session: nox.Session) -> Path:
+    """The folder of the environment that sessions share."""
+    return session.cache_dir.parent / "environment"
 
 
 def run_in_environment(
-    session: nox.Session, command: str, *words: str, success_codes: Sequence[int] = (0,)
+    session: nox.Session,
+    command: str,
+    *words: str,
+    success_codes: Sequence[int] = (0,),
+    silent: bool = False,
 ) -> None:
     """Run a command of the shared environment, whatever else is on the path."""
-    home = session.cache_dir.parent / "environment"
-    binaries = home / ("Scripts" if os.name == "nt" else "bin")
+    binaries = shared_environment(session) / ("Scripts" if os.name == "nt" else "bin")
     path = os.pathsep.join([str(binaries), os.environ["PATH"]])
     # Tests start hundreds of processes, and each would compile the sources anew.
     variables = {"PATH": path, "PYTHONDONTWRITEBYTECODE": None}
@@ -250,6 +348,7 @@ def run_in_environment(
         external=True,
         env=variables,
         success_codes=success_codes,
+        silent=silent,
     )
 
 
@@ -267,6 +366,16 @@ def project(package: Path) -> dict[str, Any]:
 def name_of(package: Path) -> str:
     """The distribution in a folder: `pcomm-core`."""
     return str(project(package)["name"])
+
+
+def extras(package: Path) -> list[str]:
+    """Extras of a package for users; CUDA 12 is left to those who have it."""
+    return sorted(set(project(package).get("optional-dependencies", {})) - {"cu12", "test"})
+
+
+def extra(package: Path, name: str) -> list[str]:
+    """The requirements of an extra of a package."""
+    return list(project(package)["optional-dependencies"].get(name, ()))
 
 
 def module_of(package: Path) -> str:

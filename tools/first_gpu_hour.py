@@ -13,12 +13,13 @@ there those in `.wheels`, which were built before and brought along:
     pip wheel --no-deps --no-build-isolation -w .wheels ./packages/* ./integration
 
 Without a GPU it runs to its end, and says of each command what it would have run. Needs nothing
-but Python to begin with.
+but Python to begin with. `hardware_status.py` makes a page of the lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
@@ -97,7 +98,8 @@ _VERSIONS = (
     "print(json.dumps({'python': sys.version.split()[0], 'torch': torch.__version__, "
     "'cuda': torch.version.cuda, 'triton': v('triton') if f('triton') else None, "
     "**{name: bool(f(name)) for name in ('fla', 'transformers', 'pytest', 'hypothesis')}, "
-    "'pcomm': v('pcomm-core'), 'devices': torch.cuda.device_count()}))"
+    "'pcomm': v('pcomm-core'), 'devices': torch.cuda.device_count(), "
+    "'names': [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]}))"
 )
 _MULTICAST = (
     "from nvls_bench.on_one_gpu import multicast_of_one_device as m; "
@@ -105,7 +107,7 @@ _MULTICAST = (
 )
 # 1B: 16 blocks of 2048, with the vocabulary that the data give.
 _SIZES = (
-    "--set model.layers=16 --set model.width=2048 --set model.heads=16 --set train.dtype=bf16 "
+    "--set model.layers=16 --set model.width=2048 --set model.heads=16 --set train.dtype=auto "
     "--set train.sequence_length=2048 --set train.global_batch_tokens=16384 "
     "--set train.micro_batch_tokens=8192 --set train.steps=20 --set train.eval_every=none "
     "--set checkpoint.every=end --set sample.max_tokens=8"
@@ -113,6 +115,8 @@ _SIZES = (
 _LAUNCHER = "packages/pcomm-nvls/tests/gpu/test_launcher.py"
 _PROCESSES = "packages/pcomm-nvls/tests/gpu/test_two_processes.py"
 _NCCL = "packages/pcomm-core/tests/gpu/test_nccl_one_rank.py"
+_ABANDON = "packages/pcomm-core/tests/gpu/test_abandon_on_nccl.py"
+_SESSION = "packages/pcomm-ntp/tests/gpu/test_session_on_nccl.py"
 _RACES = "packages/pcomm-nvls/tests/gpu/test_virtual_ranks.py"
 _OTHERS = ("core", "fsdp", "nvls", "gdn-cp", "inference")
 _SANITIZER = ("compute-sanitizer", "--tool", "racecheck", "python", "-m", "pytest", "-q", _RACES)
@@ -141,7 +145,8 @@ STAGES = (
                 _pytest(
                     f"tests of {name}",
                     f"-m gpu packages/pcomm-{name}/tests "
-                    f"--deselect {_LAUNCHER} --deselect {_PROCESSES} --deselect {_NCCL}",
+                    f"--deselect {_LAUNCHER} --deselect {_PROCESSES} --deselect {_NCCL} "
+                    f"--deselect {_ABANDON}",
                     120,
                 )
                 for name in _OTHERS
@@ -155,6 +160,9 @@ STAGES = (
         (
             _pytest("two processes", f"-m gpu {_PROCESSES}", 90),
             _pytest("one rank on NCCL", f"-m gpu {_NCCL}", 90),
+            _pytest("aborts on NCCL", f"-m gpu {_ABANDON}", 60),
+            # Without a second GPU no rank dies in it.
+            _pytest("a session on NCCL", f"-m gpu {_SESSION}", 90),
             Command("racecheck", (*_SANITIZER, "-k", "captured"), 60),
         ),
     ),
@@ -178,7 +186,12 @@ STAGES = (
     Stage(
         6,
         "what a step of decoding and a prompt cost, and where the time goes",
-        (_measured("decode", 200), _measured("prefill", 100), _measured("transformers", 90)),
+        (
+            _measured("decode", 200),
+            _measured("prefill", 100),
+            _measured("transformers", 90),
+            _measured("unchanged", 90),
+        ),
     ),
     Stage(
         7,
@@ -315,7 +328,8 @@ class _Hour:
             process.wait()
 
     def _write(self, stage: int, command: Command, **facts: Any) -> dict[str, Any]:
-        line = {"stage": stage, "name": command.name, **facts}
+        date = datetime.date.today().isoformat()
+        line = {"stage": stage, "name": command.name, "date": date, **facts}
         with self._lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"{stage} {command.name}: {facts['status']}", flush=True)

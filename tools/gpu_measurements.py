@@ -1,6 +1,6 @@
 """Small measurements for `first_gpu_hour.py` that no benchmark of a package makes.
 
-    python tools/gpu_measurements.py copies|layers|decode|prefill|transformers|soak [--fast]
+    python tools/gpu_measurements.py NAME [--fast]
 
 A line of JSON for each case. Without a GPU each runs with tiny shapes on the CPU, so that its code
 is carried out; those times mean nothing, and the lines say `cpu`.
@@ -152,13 +152,15 @@ def _llama(fast: bool, longest: int) -> Any:
     return PlainLlama(SHAPES[0] if fast else LLAMA_8B, longest, torch.bfloat16, DEVICE)
 
 
-def _engine(model: Any, requests: int, longest: int, held: int, is_eager: bool) -> Any:
+def _engine(
+    model: Any, requests: int, longest: int, held: int, is_eager: bool, vocabulary: int = 0
+) -> Any:
     """An engine with room for requests of so many tokens, and for the longest one."""
     from pcomm.inference import Engine
 
     engine = Engine(
         model,
-        vocabulary=model.shape.vocabulary,
+        vocabulary=vocabulary or model.shape.vocabulary,
         max_model_len=longest,
         num_blocks=2 * requests * (held // 16 + 2) + longest // 16,
         num_state_slots=2,
@@ -264,6 +266,82 @@ def transformers(fast: bool) -> Rows:
         yield {"case": f"transformers, a token after {lengths[0] // 2}", "ms": ms}
 
 
+def unchanged(fast: bool) -> Rows:
+    """Programs of others: a model of transformers sharded and served, and torch's own collectives.
+
+    One rank, whose group has the backend "nvls" for a GPU, and gloo without one.
+    """
+    import torch.distributed as dist
+
+    from pcomm.core.errors import PcommError
+    from pcomm.fsdp import Precision, fully_shard
+    from pcomm.inference import TransformersModel
+    from pcomm.nvls import register_backend
+
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        yield {"case": "transformers is not installed"}
+        return
+    width, rounds = (64, 2) if fast else (2048, 10)
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": 4,
+    }
+    torch.manual_seed(1)
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_attention_heads=4, **sizes))
+    tokens = torch.randint(512, (2, 32 if fast else 2048))
+    model.to(DEVICE)
+    tokens = tokens.to(DEVICE)
+
+    served = TransformersModel(model)
+    engine = _engine(served, 1, 64, 32, is_eager=False, vocabulary=512)
+    _add(engine, "one", 16, 512, 16)
+    written: list[int] = []
+    begin = time.perf_counter()
+    while engine.has_work:
+        written += [id for output in engine.step() for id in output.token_ids]
+    ms = round((time.perf_counter() - begin) * 1e3 / len(written), 3)
+    engine.close()
+    served.close()
+    chance = random.Random(16)
+    prompt = torch.tensor([[chance.randrange(512) for _ in range(16)]], device=DEVICE)
+    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+    expected = model.generate(prompt, **options)[0, 16:].tolist()
+    same = written == expected
+    yield {"case": "TransformersModel, 16 tokens", "ms": ms, "as generate writes": same}
+
+    register_backend(max_bytes=1 << 20)
+    backend = "cpu:gloo,cuda:nvls" if ON_GPU else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.ones(1 << 16, device=DEVICE)
+        ms = _ms(partial(dist.all_reduce, x), rounds)
+        yield {
+            "case": f"all_reduce of 256 KiB by {backend}",
+            "ms": ms,
+            "right": bool((x == 1).all()),
+        }
+
+        def step() -> torch.Tensor:
+            with torch.autocast(DEVICE.type, torch.bfloat16):
+                loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            return loss.detach()
+
+        plain, plain_ms = float(step()), _ms(step, rounds)
+        mesh = dist.init_device_mesh(DEVICE.type, (1,))
+        fully_shard(model, mesh, precision=Precision(torch.bfloat16))
+        found, ms = float(step()), _ms(step, rounds)
+        case = "fully_shard of a Llama, forward and backward"
+        yield {"case": case, "ms": ms, "plain ms": plain_ms, "loss": found, "plain loss": plain}
+    except PcommError as error:
+        yield {"case": "refused", "error": str(error)[:300]}
+    finally:
+        dist.destroy_process_group()
+
+
 def soak(fast: bool) -> Rows:
     """Tokens of replayed steps against those of eager ones, again and again; memory at the end."""
     model = _llama(True, 256)
@@ -295,6 +373,7 @@ MEASUREMENTS: dict[str, Callable[[bool], Rows]] = {
     "decode": decode,
     "prefill": prefill,
     "transformers": transformers,
+    "unchanged": unchanged,
     "soak": soak,
 }
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from repository import PACKAGES, ROOT, project
 
 # What pages may have fetched from the index.
-FROM_INDEX = {"matplotlib", "nox", "openai"}
+FROM_INDEX = {"matplotlib", "nox", "openai", "pre-commit", "transformers"}
 # Options that stand alone; others would have to be understood first.
 OPTIONS = {"-e", "--editable", "--no-build-isolation", "--upgrade", "-U"}
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pcomm.integration.config.toml import load_config
-from pcomm.integration.metrics import read_rows
+from pcomm.integration.metrics.rows import read_rows
 from recorded_run import KILLED, UNDISTURBED, Event, lines_of, load, save, shapes, summary
 from recorded_run_picture import draw
 from repository import ROOT
@@ -31,7 +31,7 @@ from repository import ROOT
 # Benchmarks are no part of the wheels.
 sys.path.append(str(ROOT / "packages" / "pcomm-core" / "benchmarks"))
 
-from core_bench.runner import Row
+from core_bench.rows import Row
 
 CONFIG = ROOT / "integration" / "configs" / "resilient.toml"
 RECORDING = ROOT / "docs" / "benchmarks" / "ntp_recorded_run.csv"
@@ -51,7 +51,7 @@ NICE = 10
 _PLACE = re.compile(
     r"(<!-- recorded run -->\n\n).*?(\n<!-- end of the recorded run -->)", re.DOTALL
 )
-_JOIN = re.compile(r"a rank R that has died comes back by: (pcomm train .+)")
+_JOIN = re.compile(r"a rank R that has died comes back by the same command with: (--store .+)")
 _POLL_S = 0.02
 
 
@@ -62,7 +62,7 @@ def processes(log: str) -> dict[int, int]:
 
 
 def join_command(log: str, rank: int) -> list[str]:
-    """The words of the command by which a rank comes back, as the log tells it."""
+    """The words to add to the command by which a rank comes back, as the log tells them."""
     told = _JOIN.search(log)
     if told is None:
         raise ValueError(f"no command to join in the log:\n{log}")
@@ -103,7 +103,8 @@ def record(folder: Path) -> tuple[list[Event], list[dict[str, float | None]]]:
             kill(SECOND)
             _wait(job, told, lambda: newest_step() >= steps * FIRST_COMES_BACK)
             events.append(Event(time.time(), f"rank {FIRST} started again"))
-            back = subprocess.Popen(_here(join_command(told(), FIRST)), stderr=file, text=True)
+            again = [*_words(folder), *join_command(told(), FIRST)]
+            back = subprocess.Popen(_here(again), cwd=ROOT, stderr=file, text=True)
             codes = job.wait(), back.wait()
         finally:
             for process in (job, back):
@@ -124,11 +125,15 @@ def undisturbed(folder: Path) -> list[dict[str, float | None]]:
 
 
 def _start(folder: Path, log: TextIO) -> "subprocess.Popen[str]":
+    # What is removed is an earlier run; its tokens stay.
+    command = ["nice", "-n", str(NICE), *_here([*_words(folder), "--restart"])]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log, text=True)
+
+
+def _words(folder: Path) -> list[str]:
     config = str(CONFIG.relative_to(ROOT))
     words = ["pcomm", "train", "--resilient", "--config", config, "--ranks", str(RANKS)]
-    # What is removed is an earlier run; its tokens stay.
-    command = ["nice", "-n", str(NICE), *_here([*words, "--out", str(folder), "--restart"])]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log, text=True)
+    return [*words, "--out", str(folder)]
 
 
 def _here(command: list[str]) -> list[str]:

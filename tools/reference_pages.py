@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 import row_tables
 from face_pages import face_pages
 from pcomm.core import environment
-from pcomm.integration.config.sections import SECTIONS, keys, toml_value
+from pcomm.integration.config.sections import SECTIONS, keys
+from pcomm.integration.config.strict_section import toml_value
 from repository import ROOT
 from works_with import works_with_page
 
@@ -47,7 +48,13 @@ OTHERS = {
         "Number of processes of this host; where it is `WORLD_SIZE`, no interface is looked for.",
     ),
     "TORCHELASTIC_USE_AGENT_STORE": ("torchrun", "`True` if torchrun hosts the store itself."),
+    "TORCHELASTIC_ERROR_FILE": ("torchrun", "File for an error, which torchrun then prints last."),
     "TORCHELASTIC_RESTART_COUNT": ("torchrun", "Number of earlier starts of the job."),
+    "XDG_CACHE_HOME": (
+        "the user's caches",
+        "Folder of caches of this user, ~/.cache without it. The one of tokens that runs share is "
+        "in it, unless PCOMM_CACHE or `data.cache` says otherwise.",
+    ),
     "GLOO_SOCKET_IFNAME": (
         "gloo",
         "Network interface of the ranks on this host. Without it `connect` takes that on the route "
@@ -64,6 +71,10 @@ OTHERS = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": (
         "torch",
         "`1` lets ranks share a GPU in pcomm-nvls, for tests; there is no multicast then.",
+    ),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        "torch",
+        "`DETAIL` is refused by a `Session` on NCCL: torch would end ranks that go on.",
     ),
     "LD_LIBRARY_PATH": ("the loader", "Folders in which `pcomm doctor` looks for other NCCLs."),
     "LD_PRELOAD": ("the loader", "Libraries among which it looks for one."),

@@ -4,12 +4,16 @@ A comment `<!-- rows of NAME, N decimals -->` before a table says that each numb
 of `docs/benchmarks/NAME.csv`. The table's first cell is the unit, and the row's case is `FIRST CELL
 OF THE LINE @ HEAD OF THE COLUMN`, or the first cell alone in a column with the head `value`. Where
 there is no such row, the cell is `-`.
+
+Below `<!-- claims -->` is the table of `docs/benchmarks/claims.toml`.
 """
 
 import csv
 import re
+import tomllib
 from collections.abc import Mapping
 from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Any
 
 from repository import PACKAGES, ROOT
 
@@ -18,6 +22,8 @@ PAGES = [
     *(package / "README.md" for package in PACKAGES),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+_FOLDER = ROOT / "docs" / "benchmarks"
+_CLAIMS = re.compile(r"(<!-- claims -->\n+)((?:\|.*\n)+)")
 _TABLE = re.compile(r"(<!-- rows of (\w+), (\d) decimals? -->\n+)((?:\|.*\n)+)")
 
 Rows = Mapping[tuple[str, str], str]
@@ -26,8 +32,38 @@ Rows = Mapping[tuple[str, str], str]
 
 def rows_of(name: str) -> Rows:
     """The committed rows of a file in docs/benchmarks."""
-    with (ROOT / "docs" / "benchmarks" / f"{name}.csv").open(newline="") as file:
-        return {(row["case"], row["unit"]): row["value"] for row in csv.DictReader(file)}
+    return {key: row["value"] for key, row in whole_rows_of(name).items()}
+
+
+def whole_rows_of(name: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The same with all columns."""
+    with (_FOLDER / f"{name}.csv").open(newline="") as file:
+        return {(row["case"], row["unit"]): row for row in csv.DictReader(file)}
+
+
+def claims() -> list[dict[str, Any]]:
+    """What the page of benchmarks claims, and the rows behind it."""
+    found: list[dict[str, Any]] = tomllib.loads((_FOLDER / "claims.toml").read_text())["claim"]
+    return found
+
+
+def claims_table() -> str:
+    """The claims with the values of their rows, and where these were measured."""
+    lines = ["| | pcomm | compared with | measured on | again |", "|---|---|---|---|---|"]
+    for claim in claims():
+        name, *key = claim["ours"]
+        row = whole_rows_of(name)[tuple(key)]
+        ours, theirs = (_claimed(claim, side) for side in ("ours", "theirs"))
+        on, again = f"{row['hardware']}, {row['cores']} cores", f"`{claim['again']}`"
+        cells = [claim["says"], f"**{ours}**", f"{theirs}: {claim['against']}", on, again]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _claimed(claim: Mapping[str, Any], side: str) -> str:
+    name, *key = claim[side]
+    value = Decimal(rows_of(name)[tuple(key)]) * Decimal(str(claim.get("times", 1)))
+    return f"{rounded(str(value), claim['decimals'])} {claim['unit']}".strip()
 
 
 def tables_in(page: str) -> list[tuple[str, int, str]]:
@@ -42,7 +78,7 @@ def filled(page: str) -> str:
         mark, name, digits, table = match.groups()
         return mark + fill_table(table, rows_of(name), int(digits))
 
-    return _TABLE.sub(fill, page)
+    return _TABLE.sub(fill, _CLAIMS.sub(lambda found: found[1] + claims_table(), page))
 
 
 def fill_table(table: str, rows: Rows, num_decimals: int) -> str:

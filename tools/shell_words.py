@@ -13,7 +13,7 @@ from install_lines import install_complaint
 from repository import ROOT
 
 # Commands that a page may show without further checks.
-PLAIN = {"cat", "cd", "git", "ls", "source", "tail"}
+PLAIN = {"cat", "cd", "export", "git", "head", "ls", "pre-commit", "source", "tail"}
 
 
 def commands(block: str) -> list[list[str]]:
@@ -41,12 +41,19 @@ def complaint(command: list[str]) -> str:
             return install_complaint(words)
         case ["python3" | "python", "-m", "venv", _]:
             return ""
+        case ["python3" | "python", "-m", "pytest", *words]:
+            paths = [word for word in words if "/" in word]
+            return "".join(f"there is no file {p}" for p in paths if not (ROOT / p).exists())
         case ["python3" | "python", script, *_] if script.endswith(".py"):
             return "" if (ROOT / script).is_file() else f"there is no file {script}"
         case ["pcomm", *words]:
             return _pcomm(words)
         case ["torchrun", *words] if shutil.which("torchrun", path=_binaries()):
             return _pcomm(words[words.index("pcomm") + 1 :]) if "pcomm" in words else ""
+        case ["srun", *_, "bash", "-c", script]:
+            return next(filter(None, map(complaint, commands(script))), "")
+        case ["exec", *words]:
+            return complaint(words)
         case [name, *_] if name in PLAIN:
             return ""
     return f"no check knows the command {command[0]!r}"

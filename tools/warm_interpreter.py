@@ -4,14 +4,16 @@
 
 runs FILE, which imports what the programs do, and reads a line for each program from its standard
 input, a JSON list: the program's file, the folder it runs in, and a file for what it prints. It
-answers with a line, the exit code. A program finds what it would find in an interpreter of its own,
-but for the seconds that imports take; the server that its ranks are forked from is a fork, too.
+answers with a line, the exit code. If the input ends, so does the program. A program finds what it
+would find in an interpreter of its own, but for the seconds that imports take; the server that its
+ranks are forked from is a fork, too.
 """
 
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import sys
 import threading
@@ -31,10 +33,24 @@ def main() -> None:
         if pid == 0:
             run(script, folder, printed)
             return
+        if not ends_before_input(pid):
+            os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
     # It would wait for an end of its own, as it has a copy of the pipe that tells it.
     os.kill(server, signal.SIGKILL)
+
+
+def ends_before_input(pid: int) -> bool:
+    """Wait for a program, or for whoever sends them to be gone, and say whether it is the first."""
+    end = os.pidfd_open(pid)
+    waiting = select.poll()
+    waiting.register(end, select.POLLIN)
+    # The next line comes after an answer, so there is nothing to read: only the end is reported.
+    waiting.register(sys.stdin, 0)
+    ended = [file for file, _ in waiting.poll()]
+    os.close(end)
+    return end in ended
 
 
 def start_server() -> int:

@@ -1,14 +1,17 @@
 """Runs every Python block of the READMEs and the documentation, and checks their commands."""
 
 import ast
+import configparser
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
 
 import pytest
+import yaml
 
 import warm_interpreter
 from code_blocks import code_blocks, program
@@ -17,7 +20,8 @@ from repository import ROOT, pages
 from shell_words import commands, complaint
 
 PAGES = {path.relative_to(ROOT).as_posix(): code_blocks(path.read_text()) for path in pages()}
-LANGUAGES = {"python", "bash", "toml", "json", "text"}
+# That of nginx is run by the test of its page.
+LANGUAGES = {"python", "bash", "toml", "json", "text", "yaml", "ini", "nginx"}
 NOT_RUN = [(page, b.line, b.not_run) for page, blocks in PAGES.items() for b in blocks if b.not_run]
 
 
@@ -94,6 +98,25 @@ def test_a_program_that_fails_or_warns_says_so_and_the_next_one_runs(run, tmp_pa
     assert run(tmp_path / "ends.py", tmp_path) == (0, "ended\n")
 
 
+def test_a_program_does_not_outlive_the_tests_that_asked_for_it(tmp_path):
+    (imported := tmp_path / "imports.py").write_text("")
+    endless, printed = tmp_path / "endless.py", tmp_path / "printed"
+    os.mkfifo(printed)
+    endless.write_text("import signal\nprint('runs', flush=True)\nsignal.pause()\n")
+    with Programs() as programs:
+        command = [sys.executable, warm_interpreter.__file__, imported]
+        one = programs.start(*command, stdin=subprocess.PIPE, stderr=None)
+        asked = json.dumps([str(endless), str(tmp_path), str(printed)])
+        print(asked, file=one.stdin, flush=True)
+        with printed.open() as told:
+            assert told.readline() == "runs\n"
+            # Its input ends, as it does when the process of the tests is killed.
+            answers, _ = one.communicate()
+            assert told.readline() == "", "the end of a file that the program had open"
+    assert answers == f"{-signal.SIGKILL}\n"
+    assert one.returncode == 0
+
+
 @pytest.mark.parametrize(("page", "line", "reason"), NOT_RUN)
 def test_blocks_that_are_not_run_are_skipped_by_name(page, line, reason):
     pytest.skip(f"{page}:{line}: {reason}")
@@ -112,6 +135,10 @@ def test_blocks_name_a_language_that_is_checked(page):
         assert block.language in LANGUAGES, f"{page}:{block.line}"
         if block.language == "toml":
             tomllib.loads(block.text)
+        if block.language == "ini":
+            configparser.RawConfigParser().read_string(block.text)
+        if block.language == "yaml":
+            assert list(yaml.safe_load_all(block.text))
 
 
 PAGE = """\
@@ -154,6 +181,8 @@ def test_program_keeps_the_lines_of_the_page_and_leaves_out_what_is_not_run():
         ("pcomm bench gdn-pc", "`pcomm bench gdn-pc --help` fails"),
         ("python3 tools/house.py", ""),
         ("python3 tools/horse.py", "there is no file tools/horse.py"),
+        ("srun -n 2 bash -c 'RANK=$SLURM_PROCID exec pcomm doctor --json'", ""),
+        ("srun bash -c 'exec pcomm doctor --jsno'", "no such option: --jsno"),
         ("frobnicate", "no check knows the command 'frobnicate'"),
     ],
 )

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from importlib import import_module
+
 import pytest
+from PIL import Image
 
-from repository import ROOT
-from row_tables import PAGES, case_of, cells, fill_table, filled, rows_of, tables_in
+from core_bench.pictures import LETTERS, draw
+from core_bench.rows import load_rows
+from repository import PACKAGES, ROOT
+from row_tables import (
+    PAGES,
+    case_of,
+    cells,
+    claims,
+    fill_table,
+    filled,
+    rows_of,
+    tables_in,
+    whole_rows_of,
+)
 
+BENCHMARKS = {
+    path.parent.name
+    for package in PACKAGES
+    for path in package.glob("benchmarks/*_bench/command.py")
+}
 TABLES = [
     (str(page.relative_to(ROOT)), name, table)
     for page in PAGES
@@ -38,6 +60,65 @@ def test_pages_are_as_the_tool_writes_them(page):
     assert filled(text) == text, "run `python tools/reference_pages.py`"
 
 
+def test_what_the_first_command_takes_is_what_was_measured():
+    rows = {case: float(value) for (case, _), value in rows_of("first_command").items()}
+    said = re.search(
+        r"fetches (\d+) MB and installs them in (\d+) seconds of processor time, as\s([\d.]+) GB",
+        (ROOT / "README.md").read_text(),
+    )
+    fetched, seconds, kept = map(float, said.groups())
+    assert fetched == pytest.approx(rows["fetched"], abs=5)
+    assert seconds == pytest.approx(rows["installation"], abs=0.5)
+    assert 1000 * kept == pytest.approx(rows["on the disk"], abs=50)
+
+
+def _times(name, unit, ours, theirs, places):
+    """By how much one case is above another at each place."""
+    rows = rows_of(name)
+    return [
+        float(rows[f"{ours} @ {place}", unit]) / float(rows[f"{theirs} @ {place}", unit])
+        for place in places
+    ]
+
+
+def _ratios(model, sizes):
+    """Those of the medians of pairs: batch-invariant weights over F.linear."""
+    rows = whole_rows_of("inference_batch_invariant")
+    cases = [f"linears, batch-invariant weights @ {model}, threads 1, rows {n}" for n in sizes]
+    return [float(rows[case, "ms"]["ratio"]) for case in cases]
+
+
+_SHARED = [f"cp {n} random sequences" for n in ("2, 64", "4, 64", "4, 16")]
+IN_SENTENCES = [
+    ("gdn-cp", r"Of the (\S+) to (\S+)x by", _times("gdn_cp", "ms", "fused", "heads", _SHARED)),
+    (
+        "gdn-cp",
+        r"bytes explain (\S+)x",
+        _times("gdn_cp", "MB by arithmetic", "fused", "heads", _SHARED),
+    ),
+    ("inference", r"SmolLM2-135M take (\S+) times", _ratios("SmolLM2-135M", [1])),
+    ("inference", r"of a tiny model (\S+) times", _ratios("tiny", [1])),
+    (
+        "inference",
+        r"for 4 to 256 rows\s(\S+) to (\S+) times",
+        [n for model in ("tiny", "SmolLM2-135M") for n in _ratios(model, (4, 8, 16, 64, 256))],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("package", "sentence", "measured"), IN_SENTENCES, ids=lambda part: str(part)[:30]
+)
+def test_factors_in_sentences_are_those_of_the_rows(package, sentence, measured):
+    """One number for all rows, or the least and the largest."""
+    text = (ROOT / "packages" / f"pcomm-{package}" / "README.md").read_text()
+    said = re.search(sentence, text).groups()
+    ends = (min(measured), max(measured))
+    for shown, value in zip(said * (3 - len(said)), ends, strict=True):
+        half = 0.5 * 10 ** -len(shown.partition(".")[2]) + 1e-9
+        assert abs(float(shown) - value) <= half, f"{shown} for {value}"
+
+
 def test_pages_with_rows_are_found():
     assert {name for _, name, _ in TABLES} >= {"core", "fsdp"}
     # A mark that is spelt otherwise would leave its table unread.
@@ -56,3 +137,83 @@ def test_a_table_is_filled_from_the_rows():
         "text\n\n<!-- rows of fsdp, 0 decimals -->\n| ms | nowhere |\n|---|---|\n| a | 7 |\n\nmore"
     )
     assert filled(page) == page.replace("7", "-")
+
+
+def test_claims_are_those_of_the_rows():
+    """Read apart from what writes them; both sides were measured on one kind of machine."""
+    page = (ROOT / "docs" / "benchmarks" / "index.md").read_text()
+    _, table = page.split("<!-- claims -->\n\n")
+    lines = [cells(line) for line in table.split("\n\n")[0].splitlines()[2:]]
+    assert len(lines) == len(claims()) == 15
+    for claim, (says, ours, theirs, machine, again) in zip(claims(), lines, strict=True):
+        assert says == claim["says"]
+        for shown, (name, *key) in ((ours, claim["ours"]), (theirs, claim["theirs"])):
+            row = whole_rows_of(name)[tuple(key)]
+            assert machine == f"{row['hardware']}, {row['cores']} cores", says
+            number, *unit = shown.strip("*").partition(":")[0].split()
+            assert unit == claim["unit"].split(), says
+            measured = float(row["value"]) * claim.get("times", 1)
+            half = 0.5 * 10 ** -len(number.partition(".")[2]) + 1e-9
+            assert abs(float(number) - measured) <= half, f"{says}: {number} for {measured}"
+        words = again.strip("`").split()
+        folder = words[-1].replace("-", "_") + "_bench"
+        is_command = words[:2] == ["pcomm", "bench"] and folder in BENCHMARKS
+        assert is_command or (ROOT / words[0]).is_file(), says
+
+
+def test_missed_goals_are_counted_at_the_top_of_the_benchmarks():
+    folder = ROOT / "docs" / "benchmarks"
+    goals = [line for line in (folder / "serving.note").read_text().splitlines() if "| at " in line]
+    missed = sum(line.endswith("| no |") for line in goals)
+    names = ("six", "seven", "eight", "nine", "ten", "eleven")
+    words = dict(zip(range(6, 12), names, strict=True))
+    top = (folder / "index.md").read_text().partition("<!-- claims -->")[0]
+    assert f"{words[missed]} of the {len(goals)} goals of serving" in top.lower()
+
+
+@pytest.mark.parametrize("module", sorted(BENCHMARKS))
+def test_committed_pictures_answer_by_the_committed_rows(module, tmp_path):
+    """The page has them, with the answer that the rows give today as their text."""
+    pytest.importorskip("matplotlib", reason="it draws the pictures, and is no requirement")
+    folder = ROOT / "docs" / "benchmarks"
+    page = (folder / "index.md").read_text()
+    rows = load_rows(folder / f"{module.removesuffix('_bench')}.csv")
+    for picture in import_module(f"{module}.pictures").PICTURES:
+        now = _title(draw(picture, rows, tmp_path))
+        assert now == _title(folder / f"{picture.name}.png"), "run pcomm bench --from --plot"
+        assert now != picture.question, "no answer"
+        assert f"![{now}]({picture.name}.png)" in page
+        assert _faults(picture, rows) == []
+
+
+def _title(path):
+    with Image.open(path) as image:
+        return " ".join(image.text["Title"].split())
+
+
+def _faults(picture, rows):
+    """Words that are cut, that lie on others, or that a phone of 360 pixels shows too small."""
+    from matplotlib import rc_context
+    from matplotlib.axis import Axis
+    from matplotlib.text import Text
+
+    with rc_context({"font.size": LETTERS}):
+        figure = picture.figure(rows)
+        figure.canvas.draw()
+    size = figure.bbox
+    # matplotlib makes labels beyond the ends of an axis, too, and does not draw them.
+    beyond = {
+        tick.label1
+        for axis in figure.findobj(Axis)
+        for tick in axis.get_major_ticks()
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
+    shown = [one for one in figure.findobj(Text) if one.get_visible() and one not in beyond]
+    words = [one for one in shown if one.get_text().strip()]
+    boxes = [(one.get_text(), one.get_window_extent()) for one in words]
+    found = [f"{text}: cut" for text, box in boxes if box.x0 < 0 or box.x1 > size.width]
+    found += [f"{text}: cut" for text, box in boxes if box.y0 < 0 or box.y1 > size.height]
+    pairs = itertools.combinations(boxes, 2)
+    found += [f"{a} and {b}" for (a, first), (b, second) in pairs if first.overlaps(second)]
+    pixels = 360 / figure.get_figwidth() / 72
+    return found + [one.get_text() for one in words if one.get_fontsize() * pixels < 10]

@@ -38,8 +38,8 @@ from recorded_run_picture import curve, draw, marks
 
 LOG = """\
 INFO rank 0 pcomm.train: encoded 579 documents
-WARNING rank 0 pcomm.train: a rank R that has died comes back by: pcomm train --resilient --join \
-127.0.0.1:44783 --rank R --out '/a b/Run'
+WARNING rank 0 pcomm.train: a rank R that has died comes back by the same command with: \
+--store 127.0.0.1:44783 --rank R
 WARNING rank 0 pcomm.train: rank 0 of 8 is process 3555
 WARNING rank 2 pcomm.train: rank 2 of 8 is process 3557
 WARNING rank 0 pcomm.train: generation 0 after step 0: 8 ranks, tp 4/4, in 0.96 s (the job starts)
@@ -127,8 +127,7 @@ def test_the_picture_marks_events_and_growth(lines, tmp_path):
 
 def test_processes_and_the_command_to_join_are_in_the_log():
     assert processes(LOG) == {0: 3555, 2: 3557}
-    words = ["--resilient", "--join", "127.0.0.1:44783", "--rank", "2", "--out", "/a b/Run"]
-    assert join_command(LOG, 2) == ["pcomm", "train", *words]
+    assert join_command(LOG, 2) == ["--store", "127.0.0.1:44783", "--rank", "2"]
     with pytest.raises(ValueError, match="no command to join"):
         join_command("", 2)
 
