@@ -5,6 +5,7 @@ For tests of what the host does until a kernel starts, of any package, and for i
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -22,6 +23,9 @@ __all__ = ["STREAM", "fake_driver"]
 
 STREAM = 7
 _FIRST_FUNCTION = 0x7F0000000000
+# Numbers that no device of the machine has. None is used twice, as the address of a driver would be
+# when the one before has ended.
+_DEVICES = itertools.count(1 << 20)
 # Shared memory that a block may ask for, in bytes, by architecture (CUDA C++ Programming Guide,
 # Compute Capabilities); registers of a multiprocessor, and how many a warp takes at a time.
 _MOST_SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -58,14 +62,14 @@ class _Driver:
 
     def __init__(self, capability: int, launches: list[tuple[Any, ...]] | None) -> None:
         self.utils, self._target = _Utilities(capability), GPUTarget("cuda", capability, 32)
-        self._launches = launches
+        self._launches, self._device = launches, next(_DEVICES)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
         # Triton keeps kernels by device: those of another driver, or of a real GPU, are not found.
-        return id(self)
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return STREAM

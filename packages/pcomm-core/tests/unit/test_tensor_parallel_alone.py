@@ -231,8 +231,6 @@ def test_parametrized_and_functional_parameters_are_used(kind: str) -> None:
 
 
 def test_model_and_layer_compile_without_a_break() -> None:
-    # Dynamo keeps by code what it gave up: another test's compilation must not decide this one.
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:

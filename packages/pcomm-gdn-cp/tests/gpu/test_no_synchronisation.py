@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from gdn_cp_support.planned_mixers import CHUNK, mixer, weights_of
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
@@ -81,13 +82,29 @@ class Waiting(TorchDispatchMode):
 @pytest.mark.parametrize(("spec", "strategy"), CASES)
 def test_a_step_reads_no_value_on_the_host(spec: Spec, strategy: str) -> None:
     ready = steps(spec, strategy, "cpu")
+    entered, left = ([Event() for _ in range(SIZE + 1)] for _ in range(2))
+    entered[0].set()
+    left[SIZE].set()
 
     def on_rank(collectives: VirtualCollectives) -> list[str]:
-        with Waiting() as waiting:
-            ready[collectives.rank]()
+        # Torch notes for all threads together whether a mode is on, and each mode restores what it
+        # found. If they did not leave in the opposite order, Dynamo would compile nothing from now
+        # on.
+        rank = collectives.rank
+        entered[rank].wait()
+        try:
+            with Waiting() as waiting:
+                entered[rank + 1].set()
+                try:
+                    ready[rank]()
+                finally:
+                    left[rank + 1].wait()
+        finally:
+            left[rank].set()
         return waiting.found
 
     assert run_virtual(on_rank, SIZE) == [[]] * SIZE
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_the_check_sees_a_value_that_is_read() -> None:

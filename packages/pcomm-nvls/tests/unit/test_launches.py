@@ -407,6 +407,15 @@ def test_each_operation_is_launched_as_it_was_compiled(name, algo, capability):
     assert len(kernels) == len(told) == 1
 
 
+def test_no_driver_finds_the_kernels_of_one_before() -> None:
+    """Triton keeps them by the number of the device, longer than the driver that they were for."""
+    numbers = []
+    for _ in range(20):
+        with fake_driver():
+            numbers.append(driver.active.get_current_device())
+    assert len(set(numbers)) == 20
+
+
 def test_the_driver_refuses_what_no_launcher_takes(launches: list[tuple[Any, ...]]) -> None:
     """The double takes what Triton passes, and no single change of that."""
     from pcomm.nvls.collectives.reductions import all_reduce_launch, all_reduce_question
