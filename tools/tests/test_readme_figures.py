@@ -119,6 +119,27 @@ def test_factors_in_sentences_are_those_of_the_rows(package, sentence, measured)
         assert abs(float(shown) - value) <= half, f"{shown} for {value}"
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "wanted"),
+    [
+        ("dry_run_beside_run", (2, 3)),
+        ("plan_beside_fsdp", (30, 32)),
+        ("plan_beside_gdn_cp", (15, 20)),
+    ],
+)
+def test_predictions_are_as_close_as_the_page_says(benchmark, wanted):
+    """Of times, those within 15 % of what was measured in the same run; the clock is not asked."""
+    rows = load_rows(ROOT / "docs" / "benchmarks" / "forecast.csv")
+    rows = [row for row in rows if row.benchmark == benchmark]
+    measured = {row.case: row.value for row in rows if row.ratio is None}
+    ratios = [
+        row.value / measured[row.ratio_to]
+        for row in rows
+        if row.ratio is not None and not row.unit.startswith("MiB")
+    ]
+    assert (sum(abs(ratio - 1) <= 0.15 for ratio in ratios), len(ratios)) == wanted
+
+
 def test_pages_with_rows_are_found():
     assert {name for _, name, _ in TABLES} >= {"core", "fsdp"}
     # A mark that is spelt otherwise would leave its table unread.
