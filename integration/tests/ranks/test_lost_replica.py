@@ -183,9 +183,12 @@ def test_a_replica_that_dies_whole_in_a_save_costs_that_checkpoint_alone(tmp_pat
     assert counts == [*[12] * 4, *[6] * 3]
     found = torch.tensor([[row[key] for key in NUMBERS] for row in rows], dtype=torch.float64)
     torch.testing.assert_close(found, alone(run_dir, counts), rtol=1e-12, atol=1e-12)
-    steps = sorted(int(one.name[-8:]) for one in (run_dir / "checkpoints").glob("step-*"))
-    assert steps[-1] == STEPS
-    assert 4 not in steps
+    # What was half written stays partial, until a run starts in the folder.
+    found = sorted(one.name for one in (run_dir / "checkpoints").glob("step-*"))
+    whole = [name for name in found if not name.endswith(".partial")]
+    assert whole[-1] == f"step-{STEPS:08d}"
+    assert {*found} - {*whole} <= {"step-00000004.partial"}
+    assert "step-00000004" not in whole
 
 
 def test_the_rule_is_that_of_a_resilient_run():
