@@ -22,7 +22,7 @@ from pcomm.integration.config.sections import Config, ParallelConfig
 from pcomm.integration.data.preparation import open_prepared
 from pcomm.integration.metrics.rows import read_rows
 from pcomm.integration.parallelize import build_model, open_run_groups
-from pcomm.integration.train import compiled_blocks, run
+from pcomm.integration.train import run
 from pcomm.integration.train.compiled_blocks import CompiledBlocks, check_compiler
 from pcomm.integration.train.loop import batches_of
 from pcomm.integration.train.trainer import Trainer
@@ -134,6 +134,7 @@ def test_a_run_says_what_was_compiled(tmp_path, caplog, monkeypatch):
     text = write_words(tmp_path / "text")
     words = ("train.steps=3", "train.eval_every=2", "train.sample_every=2", "sample.max_tokens=3")
     caplog.set_level("INFO", "pcomm.train")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for name in ("false", "true"):
         run_words(text, tmp_path / name, *words, f"train.compile={name}")
     plain, compiled = (
@@ -143,8 +144,10 @@ def test_a_run_says_what_was_compiled(tmp_path, caplog, monkeypatch):
     assert compiled == pytest.approx(plain, rel=1e-6)
     said = [line for line in caplog.messages if "blocks compiled" in line]
     assert len(said) == 1
-    assert re.match(r"2 blocks compiled: \d+ graphs for all of them, \d+ graph breaks; ", said[0])
-    # No graph for evaluation and samples: what a later count says is what the line said.
+    words = r"2 blocks compiled: (\d+) graphs for all of them, \d+ graph breaks; "
+    graphs = int(re.match(words, said[0])[1])
+    # No graph for evaluation and samples: a later count is what the line said.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == graphs > 0
     torch._dynamo.reset()
 
 
@@ -209,6 +212,50 @@ def run_to_the_end(rank: int, text: str, folder: Path, overrides: tuple[str, ...
     torch._dynamo.reset()
 
 
+def test_runs_of_one_process_leave_their_compiled_blocks_to_each_other():
+    torch._dynamo.reset()
+    compiled_calls = []
+
+    def backend(graph, _inputs):
+        def call(*inputs):
+            compiled_calls.append(graph)
+            return graph(*inputs)
+
+        return call
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.Tanh()])
+
+    def is_compiled(model):
+        compiled_calls.clear()
+        model.blocks[0](torch.zeros(2, 3))
+        return bool(compiled_calls)
+
+    one, other = Model(), Model()
+    one_blocks, other_blocks = (CompiledBlocks(x, backend=backend) for x in (one, other))
+
+    def found():
+        return is_compiled(one), is_compiled(other)
+
+    assert found() == (True, True)
+    # Two runs, each evaluating in a thread of its own, would come to their ends in any order.
+    first, second = one_blocks.taken_out(), other_blocks.taken_out()
+    first.__enter__()
+    assert found() == (False, True)
+    second.__enter__()
+    assert found() == (False, False)
+    first.__exit__(None, None, None)
+    assert found() == (True, False)
+    second.__exit__(None, None, None)
+    assert found() == (True, True)
+    with pytest.raises(ValueError, match="evaluation"), one_blocks.taken_out():
+        raise ValueError("evaluation")
+    assert found() == (True, True)
+    torch._dynamo.reset()
+
+
 def test_without_a_compiler_it_is_refused(monkeypatch):
     check_compiler(torch.device("cuda"))
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -217,7 +264,6 @@ def test_without_a_compiler_it_is_refused(monkeypatch):
         ConfigError, match=r"(?s)train\.compile: the value true, and .*Install g\+\+"
     ):
         check_compiler(torch.device("cpu"))
-    assert compiled_blocks.uncompiled() is not None
 
 
 def test_a_resilient_run_compiles_nothing():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pcomm.core.errors import PcommError
 from pcomm.integration.commands.llm_options import (
+    add_drawing_options,
     add_llm_options,
     begin_loading,
     given_options,
@@ -32,7 +33,6 @@ _WORDS = {
     "/exit": "leave, as /quit, /bye and Ctrl-D do",
 }
 _LEAVE = ("/exit", "/quit", "/bye")
-_OR = "default: as generation_config.json of the model says, else "
 
 
 class ChatCommand:
@@ -50,22 +50,7 @@ class ChatCommand:
         parser.add_argument(
             "--system", metavar="TEXT", help="what the model is told first; default: nothing"
         )
-        parser.add_argument(
-            "--max-tokens", type=int, metavar="N", help=f"most tokens of an answer; {_OR}512"
-        )
-        parser.add_argument(
-            "--temperature",
-            type=float,
-            metavar="T",
-            help=f"0: always the likeliest token; {_OR}0.8",
-        )
-        parser.add_argument(
-            "--top-p",
-            type=float,
-            metavar="P",
-            help=f"draw from the likeliest tokens that together have this probability; {_OR}1",
-        )
-        parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws")
+        add_drawing_options(parser, most_tokens=512)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, answer, and so on until the end of the input; then say how fast that was.

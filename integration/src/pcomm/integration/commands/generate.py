@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.commands.llm_options import (
+    OR_DEFAULT,
     RunSummary,
+    add_drawing_options,
     add_llm_options,
     given_options,
     llm_options,
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
     from pcomm.integration.llm import LLM
 
 __all__ = ["command"]
-
-
-# Where a model brings settings of its own, they come first.
-_OR = "default: as generation_config.json of the model says, else "
 
 
 class GenerateCommand:
@@ -51,23 +49,9 @@ class GenerateCommand:
             metavar="1,2,3",
             help="what to continue, as ids of tokens; default: none",
         )
+        add_drawing_options(parser, most_tokens=128)
         parser.add_argument(
-            "--max-tokens", type=int, metavar="N", help=f"most tokens to write; {_OR}128"
-        )
-        parser.add_argument(
-            "--temperature",
-            type=float,
-            metavar="T",
-            help=f"0: always the likeliest token; {_OR}0.8",
-        )
-        parser.add_argument(
-            "--top-k", type=int, metavar="K", help=f"draw from the K likeliest; {_OR}0, all"
-        )
-        parser.add_argument(
-            "--top-p",
-            type=float,
-            metavar="P",
-            help=f"draw from the likeliest tokens that together have this probability; {_OR}1",
+            "--top-k", type=int, metavar="K", help=f"draw from the K likeliest; {OR_DEFAULT}0, all"
         )
         parser.add_argument(
             "--stop",
@@ -75,7 +59,6 @@ class GenerateCommand:
             metavar="TEXT",
             help="end before this text; may be given several times; default: none",
         )
-        parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(self, arguments: argparse.Namespace) -> int:

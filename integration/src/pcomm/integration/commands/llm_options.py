@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from pcomm.integration.llm.llm import LLM
 
 __all__ = [
+    "OR_DEFAULT",
     "RunSummary",
+    "add_drawing_options",
     "add_llm_options",
     "begin_loading",
     "given_options",
@@ -24,6 +26,9 @@ __all__ = [
     "load_aloud",
     "print_summary",
 ]
+
+# Where a model brings settings of its own, they come first.
+OR_DEFAULT = "default: as generation_config.json of the model says, else "
 
 
 def add_llm_options(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +97,29 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the same bits for a text whatever else is computed; slower, on a CPU",
     )
+
+
+def add_drawing_options(parser: argparse.ArgumentParser, *, most_tokens: int) -> None:
+    """`--max-tokens`, with `most_tokens` as its default, `--temperature`, `--top-p`, `--seed`."""
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"most tokens to write; {OR_DEFAULT}{most_tokens}",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"0: always the likeliest token; {OR_DEFAULT}0.8",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help=f"draw from the likeliest tokens that together have this probability; {OR_DEFAULT}1",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws")
 
 
 def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:

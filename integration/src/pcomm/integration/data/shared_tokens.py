@@ -70,7 +70,7 @@ class SharedTokens:
             key: Hash of all that the tokens are made from.
             sources: `Manifest.sources` of tokens that this version makes.
             target: The folder to make. It is not there if there is no such entry.
-            has_tokenizer: Whether the tokenizer was trained on the text, and belongs to the entry.
+            has_tokenizer: True if the tokenizer was trained on the text, and belongs to the entry.
 
         Returns:
             Whether there was one.

@@ -117,7 +117,7 @@ def count_step(config: Resolved, batches: TrainBatches) -> CountedStep:
     """The second step of a run, on rank 0, counted without ranks, weights or gradients. Local.
 
     Args:
-        config: Validated, for any number of ranks.
+        config: The validated configuration, for any number of ranks.
         batches: The batches of the run; their documents decide what attention computes.
 
     Raises:

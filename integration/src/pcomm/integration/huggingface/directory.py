@@ -125,7 +125,7 @@ def check_no_gguf(path: Path) -> None:
     """Refuse a GGUF file, or a folder that holds one. Local.
 
     Args:
-        path: What was given as a model, and has no weights that are read.
+        path: File or folder that was given as a model, and has no weights that are read.
 
     Raises:
         ConfigError: It is one of the two; says how to get weights that are read.

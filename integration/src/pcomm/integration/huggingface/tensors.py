@@ -25,8 +25,8 @@ class TensorInfo:
 
     Attributes:
         file: The file that holds it.
-        shape: Its shape.
-        dtype: Its dtype, as the file format names it, such as `"BF16"`.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor, as the file format names it, such as `"BF16"`.
     """
 
     file: Path

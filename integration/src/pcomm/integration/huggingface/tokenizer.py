@@ -141,7 +141,7 @@ def end_ids(
 
     Args:
         directory: The directory.
-        tokenizer: Its tokenizer, which is asked where no file says an id.
+        tokenizer: Tokenizer of the directory, which is asked where no file says an id.
 
     Raises:
         ConfigError: A file is damaged.

@@ -323,7 +323,7 @@ def check_numbers(read: Tensor, dtype: torch.dtype, *, file: Path, name: str) ->
         read: A slice of the tensor, in the dtype of the file.
         dtype: Dtype that the model has it in.
         file: File that it was read from, for the error.
-        name: Its name there, for the error.
+        name: Name of the tensor in that file, for the error.
 
     Raises:
         ConfigError: The slice has NaN, or a finite number that is infinite in `dtype`.

@@ -187,10 +187,10 @@ def check_plain(asked: str, ranks: int, quantization: str | None, batch_invarian
     """Refuse for a model of transformers what only pcomm's own families have. Local.
 
     Args:
-        asked: Call that asks for it.
+        asked: Call that asks for the model, for the error.
         ranks: Number of ranks that are to share the model.
-        quantization: Form of the weights.
-        batch_invariant: Whether rows are to have the same bits among any others.
+        quantization: Form of the weights, such as `int8`; None for that of the model.
+        batch_invariant: True if a row is to have the same bits whatever rows are beside it.
 
     Raises:
         UnsupportedError: It is not for a model of transformers.

@@ -62,7 +62,7 @@ class LLM:
         path: A run of `pcomm train`, or a Hugging Face directory: of a family that pcomm has, or of
             any other causal language model, which then runs by transformers and takes neither
             ranks, `quantization` nor `batch_invariant`.
-        model: In the place of `path`, a causal language model of transformers in memory. Nothing of
+        model: Causal language model of transformers in memory, in the place of `path`. Nothing of
             it is copied; it is in evaluation mode until `close`, and its weights may change between
             steps.
         tokenizer: Fast tokenizer of `model`, of transformers.

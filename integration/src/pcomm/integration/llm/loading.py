@@ -383,7 +383,7 @@ class RunTokenizer:
     """Text to token ids and back with the tokenizer that `pcomm train` has made.
 
     Args:
-        tokenizer: The run's.
+        tokenizer: Tokenizer of the run.
     """
 
     def __init__(self, tokenizer: BytePairTokenizer) -> None:

@@ -165,10 +165,10 @@ def figure_of(
     left out, as they have no such number.
 
     Args:
-        runs: At least one.
+        runs: Rows of each run to draw, at least one run.
         metric: Name or tag of a number in `FIELDS`; None for the loss.
         axis: What goes to the right: steps, tokens, or seconds of steps and evaluations.
-        weight: See `smoothed`.
+        weight: Weight of the mean before a value, from 0 to below 1, as for `smoothed`.
 
     Raises:
         ConfigError: No row has such a number, or there is no place for it on that axis.

@@ -32,8 +32,8 @@ class TrackerSink:
 
     Args:
         name: What the program is called.
-        log: Takes the numbers of a row by their tags, and the step.
-        finish: Writes or sends what is pending, and closes.
+        log: Function of the numbers of a row by their tags, and of the step.
+        finish: Function that writes or sends what is pending, and closes.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ def open_tensorboard(folder: Path, *, keep_through: int | None = None) -> Tracke
     """A sink that writes event files to `folder`, or None where TensorBoard is not installed.
 
     Args:
-        folder: Made if absent.
-        keep_through: A resumed run hides the rows of an earlier attempt after this step.
+        folder: Folder of the event files, which is made if it is absent.
+        keep_through: Step after which a resumed run hides the rows of an earlier attempt; None
+            for a run that begins.
     """
     if importlib.util.find_spec("tensorboard") is None:
         return None

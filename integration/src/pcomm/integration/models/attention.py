@@ -121,9 +121,9 @@ def packed_attention(
     backward is one concatenation; slices would each write a gradient of the whole buffer.
 
     Args:
-        q_THK: Queries.
-        k_TGK: Keys; H is a multiple of G, and neighbouring query heads share one.
-        v_TGK: Values.
+        q_THK: Queries `[T, H, K]`.
+        k_TGK: Keys `[T, G, K]`; H is a multiple of G, and neighbouring query heads share one.
+        v_TGK: Values `[T, G, K]`.
         cu_seqlens: Offsets of the sequences in the T tokens; some may be empty, or all.
 
     Returns:

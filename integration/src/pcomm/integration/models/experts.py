@@ -25,8 +25,8 @@ class Experts(nn.Module):
     scope `"expert"`: their gradient is summed over the ranks that hold the same experts.
 
     Args:
-        width: D.
-        hidden_width: F.
+        width: Number D of features of a token.
+        hidden_width: Number F of features within an expert.
         num_experts: Number of experts over all ranks.
         collectives: Collectives of the expert-parallel group; rank r has the r-th of equal ranges
             of experts.

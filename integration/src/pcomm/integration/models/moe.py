@@ -170,9 +170,9 @@ class Router(nn.Module):
     would be 1 whatever the router does, and it would learn nothing.
 
     Args:
-        width: D.
-        num_experts: E.
-        experts_per_token: K.
+        width: Number D of features of a token.
+        num_experts: Number E of experts.
+        experts_per_token: Number K of experts that a token goes to.
         normalises: True to divide the probabilities by their sum; None to do so where K > 1.
         has_partial_gradient: True if this rank routes only some of the tokens of its
             tensor-parallel group, so that the weight's gradient has to be summed over it.

@@ -206,8 +206,8 @@ class RequestLimits:
 
     Args:
         app: The application behind it.
-        service: Says whether texts are written now. Its settings have the key that requests to
-            `/v1` show as `Authorization: Bearer KEY`, and the most bytes of a body.
+        service: Service that says whether texts are written now. Its settings have the key that
+            requests to `/v1` show as `Authorization: Bearer KEY`, and the most bytes of a body.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:

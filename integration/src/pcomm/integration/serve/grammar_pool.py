@@ -38,7 +38,7 @@ class GrammarPool:
     it, it does not begin; one that has begun goes on, keeps its place, and serves later requests.
 
     Args:
-        compiler: Compiles in any thread.
+        compiler: Compiler of grammars, which may be called in any thread.
         max_compiling: Most grammars that are compiled at once.
         max_waiting: Most others that wait for that.
         limit_s: Seconds after which a request is refused whose grammar is not there.

@@ -85,7 +85,7 @@ def serve(served: Served, bound: socket.socket, *, access_log: TextIO | None = N
     Args:
         served: The application.
         bound: A socket that listens; closed at the end.
-        access_log: Gets a line for each request, see `AccessLog`; None for none.
+        access_log: Stream that gets a line for each request, see `AccessLog`; None for none.
     """
     limit_s = served.service.settings.shutdown_s
     config = uvicorn.Config(

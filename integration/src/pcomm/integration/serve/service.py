@@ -65,7 +65,7 @@ class Service:
 
     Args:
         llm: The model; nothing else may use it until the service is stopped.
-        settings: Limits.
+        settings: Limits of the server, and its name and key for clients.
         clock: Seconds that only grow, for `health`.
 
     Attributes:

@@ -66,8 +66,8 @@ class StepLoop:
 
     Args:
         engine: The engine; the loop closes it if it is closed itself during a restart.
-        deliver: Called by the thread with the outputs of a step; returns at once and does not
-            raise.
+        deliver: Function that the thread calls with the outputs of a step; it returns at once and
+            does not raise.
         observer: Object that is told of all requests; None for none.
         clock: Seconds that only grow, for `busy_s` and the pauses.
         restarts: How often the ranks of the engine are started again.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["CompiledBlocks", "check_compiler", "uncompiled"]
+__all__ = ["CompiledBlocks", "check_compiler"]
 
 
 class CompiledBlocks:
@@ -26,25 +27,38 @@ class CompiledBlocks:
     """
 
     def __init__(self, model: nn.Module, *, backend: str = "inductor") -> None:
-        blocks = list(model.get_submodule("blocks").children())
-        for block in blocks:
-            block.forward = torch.compile(block.forward, backend=backend)
-        self._num_blocks, self._before, self._start = len(blocks), _counts(), time.perf_counter()
+        blocks = model.get_submodule("blocks").children()
+        self._compiled = [(x, torch.compile(x.forward, backend=backend)) for x in blocks]
+        self._put_in()
+        self._before, self._start = _counts(), time.perf_counter()
+
+    @contextmanager
+    def taken_out(self) -> Iterator[None]:
+        """Within it, the blocks run as they were written: its shapes are those of one call only.
+
+        Local, and of this model alone: a stance of torch would be one for all threads, each of
+        which could be in a run of its own. Not to be entered again before it was left.
+        """
+        for block, _ in self._compiled:
+            # The one of the class shows again.
+            del block.forward
+        try:
+            yield
+        finally:
+            self._put_in()
+
+    def _put_in(self) -> None:
+        for block, forward in self._compiled:
+            block.forward = forward
 
     def describe(self) -> str:
         """Graphs and breaks until now, and the time that the first step took with them. Local."""
         graphs, breaks = (now - was for now, was in zip(_counts(), self._before, strict=True))
         taken_s = time.perf_counter() - self._start
         return (
-            f"{self._num_blocks} blocks compiled: {graphs} graphs for all of them, {breaks} graph "
-            f"breaks; {taken_s:.1f} s until the end of the first step"
+            f"{len(self._compiled)} blocks compiled: {graphs} graphs for all of them, {breaks} "
+            f"graph breaks; {taken_s:.1f} s until the end of the first step"
         )
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Within it, what is compiled runs as it was written: its shapes are those of one call only."""
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _counts() -> tuple[int, int]:

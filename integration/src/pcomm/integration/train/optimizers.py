@@ -58,7 +58,7 @@ def make_optimizer(
 
     Args:
         named: Parameters, or shards of them, by name; whole ones for Muon.
-        kinds: What they are.
+        kinds: Kinds of these parameters, by which weights decay or Muon applies.
         train: Learning rates, decay, momentum and decay rates of the averages.
     """
     parameters = dict(named)

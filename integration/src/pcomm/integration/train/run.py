@@ -39,7 +39,7 @@ from pcomm.integration.metrics.picture import draw_loss
 from pcomm.integration.metrics.sinks import Sink, SinkGroup, open_sinks
 from pcomm.integration.parallelize import ALL_RANKS, build_model, open_run_groups, splitting_groups
 from pcomm.integration.precision import tell_device
-from pcomm.integration.train.compiled_blocks import CompiledBlocks, check_compiler, uncompiled
+from pcomm.integration.train.compiled_blocks import CompiledBlocks, check_compiler
 from pcomm.integration.train.interrupt import RankBarrier, Stopped, listen_for_interrupt
 from pcomm.integration.train.loop import (
     Outcome,
@@ -308,8 +308,7 @@ class _Run:
         return bits
 
     def _eagerly(self) -> AbstractContextManager[object]:
-        # Only for blocks that are compiled: it imports Dynamo, which takes a second.
-        return nullcontext() if self.compiled is None else uncompiled()
+        return nullcontext() if self.compiled is None else self.compiled.taken_out()
 
     def _sample(self, step: int) -> None:
         """Continue the prompts, and write and tell what came of it. Collective."""

@@ -44,7 +44,7 @@ def check_resumable(config: Config, run_dir: Path, corpus: str | None = None) ->
     """Refuse a folder, or a checkpoint in it, that this run cannot go on from. Local.
 
     Args:
-        config: Validated.
+        config: The validated configuration.
         run_dir: The run's folder, which need not exist.
         corpus: Fingerprint of the tokenised text; None to check the rest before there is one.
 
@@ -96,9 +96,9 @@ def prepare_folder(config: Config, run_dir: Path, *, must_restart: bool) -> None
     tokens are built beside the old, and only then anything is replaced or removed.
 
     Args:
-        config: Validated; its `data` says which text.
-        run_dir: Made if absent.
-        must_restart: Remove the checkpoints and metrics that are there.
+        config: The validated configuration; its `data` says which text.
+        run_dir: Folder of the run, which is made if it is absent.
+        must_restart: True to remove the checkpoints and metrics that are there.
 
     Raises:
         PcommError: The folder cannot be written, the text not be used, or the text is not the one
@@ -140,7 +140,7 @@ def write_config(config: Config, run_dir: Path) -> None:
     Args:
         config: The configuration as the user wrote it: with `parallel.dp = "auto"` it fits other
             numbers of ranks, too.
-        run_dir: Exists.
+        run_dir: Folder of the run, which exists.
 
     Raises:
         ConfigError: The folder cannot be written.

@@ -54,7 +54,7 @@ def continue_prompts(
         model: The model.
         groups: The groups of the run.
         config: The validated configuration.
-        tokenizer: The run's.
+        tokenizer: Tokenizer of the run.
         plan: Plan of the ranks in use, where it is not the one of the configuration.
 
     Returns:

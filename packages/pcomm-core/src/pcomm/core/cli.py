@@ -404,7 +404,7 @@ def what_to_install(distribution: str, extra: str = "") -> str:
     needs, which therefore come with it.
 
     Args:
-        distribution: Its name, such as `pcomm-fsdp` or `numpy`.
+        distribution: Name of the distribution, such as `pcomm-fsdp` or `numpy`.
         extra: An extra of it, such as `serve`.
     """
     if not distribution.startswith("pcomm-"):

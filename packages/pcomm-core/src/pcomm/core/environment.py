@@ -49,8 +49,8 @@ class Variable(Generic[T]):
     Args:
         name: Full name, with the prefix.
         accepts: The values it takes, in words; part of the error and of the page.
-        default: Its value when it is not set.
-        parse: From text to value; raises `ValueError` for what it does not take.
+        default: Value of the variable when it is not set.
+        parse: Function from text to value, which raises `ValueError` for what it does not take.
         meaning: Effect of the variable, in one sentence.
     """
 

@@ -37,7 +37,7 @@ class Topology:
             reverse of `axes`, so that the last axis written is the fastest, as in a C array.
         offset: The first rank. Ranks run from `offset` to `offset + world_size - 1`.
         failed: Ranks that are gone. They keep their coordinates and are left out of members.
-        views: Made by `view`; further factorisations of the same ranks, by name.
+        views: Further factorisations of the same ranks by name, which `view` makes.
 
     Raises:
         TopologyError: A size below one, a name with `_` or `.` (they join names in keys), an

@@ -90,7 +90,7 @@ class ComputeRecorder:
     own time there is left out. On a GPU that is the time in which the host hands work over.
 
     Args:
-        recorder: Takes the events.
+        recorder: Recorder that takes the events.
     """
 
     def __init__(self, recorder: Recorder) -> None:

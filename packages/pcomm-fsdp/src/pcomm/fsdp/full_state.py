@@ -40,7 +40,7 @@ class ModuleBuffer:
 
     Args:
         module: The module that holds it.
-        name: Its name in the module.
+        name: Name of the buffer in the module.
     """
 
     module: nn.Module

@@ -51,7 +51,7 @@ class Scope:
     """Parameters with groups or number formats of their own, such as those of experts.
 
     Args:
-        selects: Returns True for the name and the parameter of a parameter of this scope.
+        selects: Function of a parameter's name and the parameter; True if it is of this scope.
         roles: Groups that gather and reduce these parameters.
         divisor: Number that the summed gradient is divided by; None for that of the model. With
             expert parallelism that is right: an expert's gradient on one rank already holds the

@@ -174,7 +174,7 @@ class Sharded:
         both groups share the all-reduce of one number.
 
         Args:
-            selects: Returns True for the name of a parameter to count.
+            selects: Function of a parameter's name; True if the parameter is to be counted.
 
         Raises:
             PeerError: Another rank does not call it within the time limit of the group.

@@ -27,9 +27,9 @@ class KeepsDerived:
         """What `make(source, *arguments)` returns, made once. Local.
 
         Args:
-            make: Computes it from this object, which it must not keep: without a cycle, tensors are
-                freed with the object. Offsets of a pack are passed as a plain tuple, and may be
-                kept.
+            make: Function that computes it from this object, which it must not keep: without a
+                cycle, tensors are freed with the object. Offsets of a pack are passed as a plain
+                tuple, and may be kept.
             arguments: Further arguments, such as a chunk size or a device.
         """
         # Filled on first use: the object is immutable, this is a memory of it.

@@ -49,7 +49,8 @@ class NvlsCollectives(InstrumentedCollectives):
         workspace: Memory in which the kernels run; closed by `close`.
 
     Attributes:
-        workspace: That memory. Its `num_launches` counts the operations that were kernels.
+        workspace: Memory in which the kernels run. Its `num_launches` counts the operations that
+            were kernels.
     """
 
     def __init__(self, inner: Collectives, workspace: Workspace) -> None:

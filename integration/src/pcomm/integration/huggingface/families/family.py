@@ -76,7 +76,7 @@ class Family:
         keys: Keys of `[model]` that have one value in the whole family, other than the default.
         tensors: Source of each parameter of ours. Those of blocks are named without the block, and
             those of a mixer by its letter: `A.qkv.weight`.
-        block: What the names of a block's tensors begin with.
+        block: Beginning of the names of a block's tensors.
         ignored: Regular expressions of tensors that a directory may hold and the model does not
             use.
         ignored_fields: Fields without effect on the numbers, beside those of every family.

@@ -25,7 +25,7 @@ class CallFormat:
     """One way to write a call, as JSON with the keys `name` and `arguments`.
 
     Attributes:
-        name: Its name in options.
+        name: Name of the format in options.
         arguments: Key of the arguments.
         begin: Text before each call; empty for a format whose calls are the whole text.
         end: Text behind each call.

@@ -28,7 +28,7 @@ class ToolUse:
     With `tool_choice` `none` it is as if no function were offered.
 
     Args:
-        body: The request.
+        body: Fields of the request.
         form: How the model writes calls; None where that is not known.
 
     Attributes:

@@ -236,7 +236,7 @@ class StateView(ShardView):
     have, where there was none yet.
 
     Args:
-        holder: Returns the mapping.
+        holder: Function that returns the mapping.
         key: Key in the mapping.
         is_spread: True if the value is spread as `flat_range` and `param_layout` say; False if all
             ranks have the same.

@@ -149,7 +149,7 @@ class TorchFacts:
     """The installed torch.
 
     Args:
-        version: Its version, with the local part.
+        version: Version of torch, with the local part.
         cuda: CUDA version that it was built for; None for a CPU build.
         is_distributed: True if `torch.distributed` was built.
         backends: Names gloo, nccl and mpi, each with True if torch was built with it.
@@ -218,7 +218,7 @@ class CudaFacts:
         cuda: Newest CUDA version that the driver runs.
         devices: The visible devices, in CUDA's order.
         error: Answer of the driver when it was started; empty if it works.
-        error_code: Its number; 0 if it works.
+        error_code: Number of that error; 0 if the driver works.
     """
 
     driver: str | None

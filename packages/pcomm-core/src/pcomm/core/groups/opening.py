@@ -241,7 +241,8 @@ def connected_groups(agreed: AgreedGroups, made: Made, closing: Closing) -> list
 
     Args:
         agreed: Groups to open.
-        made: Gets each communicator as soon as it is made, also if a later one cannot be.
+        made: Mapping that gets each communicator as soon as it is made, also if a later one cannot
+            be.
         closing: Calls before the groups close.
 
     Raises:

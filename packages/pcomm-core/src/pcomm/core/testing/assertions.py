@@ -73,8 +73,8 @@ def assert_as_accurate(
 
     Args:
         actual: The tensor under test.
-        plain: The same computation by plain torch in the same dtype.
-        exact: The same computation in float64.
+        plain: Result of the same computation by plain torch, in the same dtype.
+        exact: Result of the same computation in float64.
         factor: Largest allowed ratio of the two errors.
         num_terms: Roundings granted in any case, for when plain torch is exact by luck.
     """

@@ -56,7 +56,7 @@ class Programs:
 
         Args:
             words: The command line.
-            env: Its environment; that of this process if absent.
+            env: Environment of the program; that of this process if absent.
             options: Options of `subprocess.Popen`, which replace ours.
         """
         self._watch()
@@ -86,7 +86,7 @@ class Programs:
 
         Args:
             words: The command line.
-            env: Its environment; that of this process if absent.
+            env: Environment of the program; that of this process if absent.
             within_s: Time limit in seconds; by default `PATIENCE_S`, scaled.
             options: Options of `subprocess.Popen`.
 

@@ -23,7 +23,7 @@ class Member:
     """One parameter of a unit.
 
     Args:
-        name: Its first name in the model.
+        name: First name of the parameter in the model.
         parameter: The parameter as it was before sharding.
         owners: Every module that holds it, with the name it has there.
         aliases: All its names in the model.
@@ -40,9 +40,9 @@ class UnitModules:
     """A module that gathers its parameters together.
 
     Args:
-        name: Its name in the model.
+        name: Name of the module in the model.
         module: The module.
-        members: Its parameters, without those of units inside it.
+        members: Parameters of the module, without those of units inside it.
     """
 
     name: str

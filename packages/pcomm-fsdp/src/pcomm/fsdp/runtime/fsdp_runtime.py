@@ -487,9 +487,9 @@ class Unit:
     """A module, its parameter groups, and its state in a micro-batch.
 
     Args:
-        name: Its name in the model.
+        name: Name of the module in the model.
         module: The module.
-        groups: Its parameter groups that communicate or convert.
+        groups: Parameter groups of the module that communicate or convert.
         input_dtype: Dtype that floating-point inputs are cast to; None leaves them.
 
     Attributes:

@@ -96,7 +96,8 @@ class FailureAwareWait:
     """Completes collectives, and raises if a peer fails that one of them needs.
 
     Attributes:
-        peer_failure: Returns the message of a rank that has failed; None while there is none.
+        peer_failure: Function that returns the message of a rank that has failed; None while there
+            is none.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class FailureAwareWait:
 
         Args:
             pending: The collective.
-            what: Its description for an error, such as `"gather of blocks.0"`.
+            what: Description of the collective for an error, such as `"gather of blocks.0"`.
 
         Raises:
             PeerError: A peer failed or died, or did not join within the group's time limit.

@@ -363,8 +363,8 @@ class OutputProcessor:
     """Gives requests their tokens, and ends those that are complete.
 
     Args:
-        allocator: Keeps what was computed for the prefix cache.
-        scheduler: Takes out requests that end.
+        allocator: Allocator that keeps what was computed for the prefix cache.
+        scheduler: Scheduler, from which requests that end are taken out.
         under_way: Requests by name; those that end are taken out.
 
     Attributes:

@@ -221,7 +221,7 @@ class RequestState:
         """Append tokens until the request ends.
 
         Args:
-            tokens: Its next tokens, at least one; those behind its end are dropped.
+            tokens: Next tokens of the request, at least one; those behind its end are dropped.
             logprobs: Log-probabilities of each, where the request asked for them.
 
         Returns:

@@ -36,7 +36,7 @@ class ModelRunner:
 
     Args:
         model: The model.
-        allocator: Has the pools of its layers, and the block tables.
+        allocator: Allocator of the pools of its layers, and of the block tables.
         settings: Sizes of vocabulary, blocks and steps.
         device: Device of the model.
         times: Times of the phases of a step.

@@ -232,7 +232,7 @@ class DecodeRoofline:
         model: The model.
         vocabulary: Number of token ids, the width of the logits.
         device: Device of the model.
-        meter: Has measured the memory of the device, or will have before `stats`.
+        meter: Meter that has measured the memory of the device, or will have before `stats`.
         kept: Number of steps that are kept.
 
     Attributes:

@@ -85,7 +85,7 @@ class TokenLogprobs:
 
     Attributes:
         token_id: The token that was written, or that the prompt has.
-        logprob: Its log-probability.
+        logprob: Log-probability of that token.
         top: Log-probabilities of the likeliest tokens by id, the likeliest first.
     """
 

@@ -55,7 +55,7 @@ def check_logits(
         served: The model as the engine runs it.
         model: The model.
         logits_alone: Gives the logits `[T, V]` of a text by the model's own forward.
-        recurrent: Its recurrent layers.
+        recurrent: Recurrent layers of the model.
 
     Raises:
         ConfigError: They differ.
