@@ -140,6 +140,7 @@ def test_what_cannot_be_shared_is_refused_by_name():
     for asked, kind, found in (
         (config(hybrid), UnsupportedError, "parallel.data"),
         (config(dataclasses.replace(shard(2, dp=2), zero=2)), UnsupportedError, "parallel.zero"),
+        (config(dataclasses.replace(shard(2, dp=2), zero=3)), UnsupportedError, "parallel.zero"),
         (muon(config(shard(2, dp=2))), UnsupportedError, "train.optimizer"),
         (config(ParallelConfig(dp=2, copies=3)), ConfigError, "parallel.copies"),
     ):

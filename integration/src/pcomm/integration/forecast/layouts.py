@@ -18,7 +18,9 @@ from typing import Literal
 from pcomm.core.errors import PcommError
 from pcomm.integration.config.rules import validate
 from pcomm.integration.config.sections import (
+    WHOLE_STAGE,
     AutoSize,
+    AutoStage,
     Config,
     ParallelConfig,
     Resolved,
@@ -177,12 +179,14 @@ def words_of(config: Resolved) -> str:
 def settings_of(config: Resolved, base: Config) -> list[str]:
     """The words of `--set` that make this layout of the configuration it was found for."""
     parallel, train = config.parallel, config.train
-    keys = ("tp", "cp", "cp_strategy", "ep", "data", "zero", "sequence", "failed")
+    keys = ("tp", "cp", "cp_strategy", "ep", "data", "sequence", "failed")
+    is_usual = base.parallel.zero == "auto" and parallel.zero == WHOLE_STAGE
     is_whole = train.micro_batch_tokens * parallel.dp == train.global_batch_tokens
     wanted = {
         "parallel": {
             "dp": "auto" if base.parallel.dp == "auto" else parallel.dp,
             **{key: getattr(parallel, key) for key in keys},
+            "zero": "auto" if is_usual else parallel.zero,
             "shard_ranks": parallel.shard_ranks if parallel.data == "hybrid" else "auto",
         },
         "train": {
@@ -220,20 +224,19 @@ def candidates(config: Config, num_ranks: int, ranks_per_host: int) -> Iterator[
                     yield replace(config, parallel=parallel)
 
 
-_Sharing = tuple[Literal["replicate", "shard", "hybrid"], int, AutoSize]
+_Sharing = tuple[Literal["replicate", "shard", "hybrid"], AutoStage, AutoSize]
 
 
 def _sharings(sharers: int, tp: int, ranks_per_host: int) -> Iterator[_Sharing]:
     """What ranks of dp and cp hold: `data`, `zero` and `shard_ranks`."""
-    usual = ParallelConfig().zero
-    yield "replicate", usual, "auto"
+    yield "replicate", "auto", "auto"
     if sharers == 1:
         return
-    yield "shard", usual, "auto"
+    yield "shard", "auto", "auto"
     yield "shard", 1, "auto"
     on_host = max(1, ranks_per_host // tp)
     if on_host < sharers and sharers % on_host == 0 and on_host > 1:
-        yield "hybrid", usual, on_host
+        yield "hybrid", "auto", on_host
 
 
 @dataclass(frozen=True)
