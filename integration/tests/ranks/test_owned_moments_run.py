@@ -125,7 +125,7 @@ def test_copies_are_on_the_other_host_where_there_is_one(hosts, generations, war
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["generation"] for row in rows][:3] == generations
     # At the start on one host, and else when the other host is lost.
-    told = "on 2 ranks of 1 host, or on more; the death of any 1 rank costs no step"
+    told = "on 2 ranks of 1 host, or on more; the death of any 1 rank costs no step, and the loss"
     files = [run_dir / f"warnings.{rank}.txt" for rank in range(4)]
     found = [told in file.read_text() for file in files]
     assert found == [rank == warned for rank in range(4)]

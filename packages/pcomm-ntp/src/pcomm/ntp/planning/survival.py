@@ -41,31 +41,35 @@ class Survival:
 
     def describe(self) -> str:
         """All of it in one sentence."""
-        kept, lost = self.words()
+        kept = f"{self.kept} costs no step, and " if self.kept else ""
         return (
             f"of each part there is a copy on {_counted(self.ranks, 'rank')} of "
-            f"{_counted(self.hosts, 'host')}, or on more; {kept} costs no step, {lost} goes back "
-            "to the newest checkpoint"
+            f"{_counted(self.hosts, 'host')}, or on more; {kept}{self.lost} goes back to the "
+            "newest checkpoint"
         )
 
-    def words(self) -> tuple[str, str]:
-        """What costs no step, and what goes back to the newest checkpoint."""
+    @property
+    def kept(self) -> str:
+        """What costs no step, in words; empty where any death may cost some."""
         if self.ranks < 2:
-            return (
-                "no death of a rank for certain",
-                "the death of a rank that alone has a part of the state",
-            )
-        ranks = _counted(self.ranks - 1, "rank")
+            return ""
+        ranks = f"the death of any {_counted(self.ranks - 1, 'rank')}"
+        if self.hosts < 2:
+            return ranks
+        return f"{ranks}, or the loss of any {_counted(self.hosts - 1, 'host')},"
+
+    @property
+    def lost(self) -> str:
+        """What goes back to the newest checkpoint, in words."""
+        if self.ranks < 2:
+            return "the death of a rank that alone has a part of the state"
         if self.hosts < 2:
             return (
-                f"the death of any {ranks}",
-                "the loss of a host that has all copies of a part of the state, or of "
-                f"{_counted(self.ranks, 'rank')} at once",
+                f"the loss of a host, or of {_counted(self.ranks, 'rank')} at once, that alone had "
+                "a part of the state"
             )
         return (
-            f"the death of any {ranks}, or the loss of any {_counted(self.hosts - 1, 'host')}",
-            f"the loss of {_counted(self.hosts, 'host')} at once that have all copies of a part of "
-            "the state",
+            f"the loss of {_counted(self.hosts, 'host')} at once that alone had a part of the state"
         )
 
 
