@@ -15,7 +15,7 @@ from pcomm.integration.config.sections import CheckpointConfig, ParallelConfig
 from pcomm.integration.data.preparation import open_prepared
 from pcomm.integration.forecast.resilient_step import count_resilient_step
 from pcomm.integration.train.loop import batches_of
-from pcomm.ntp.sync import Survival
+from pcomm.ntp.planning import Survival
 
 SIZES = {"width": 32, "mlp_width": 96, "layers": 2}
 TRAIN = {"steps": 2, "sequence_length": 64, "global_batch_tokens": 1536, "eval_every": "none"}

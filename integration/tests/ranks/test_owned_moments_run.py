@@ -108,22 +108,23 @@ def test_it_learns_what_one_process_learns(runs, generations, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "generations", "warned"),
+    ("hosts", "generation", "warned"),
     [
         # The host of two of four replicas is lost, which leaves a copy on each of the others.
-        ("abab", [0, 0, 0], 1),
+        ("abab", 0, 1),
         # All are on one host: the same two had both copies of a part, so step 3 is done again.
-        ("aaaa", [0, 0, 1], 0),
+        ("aaaa", 1, 0),
     ],
 )
-def test_copies_are_on_the_other_host_where_there_is_one(hosts, generations, warned, tmp_path):
+def test_copies_are_on_the_other_host_where_there_is_one(hosts, generation, warned, tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
     reports = run(shard(2, dp=4), run_dir, [Fault(0, 3), Fault(2, 3)], dict(enumerate(hosts)))
     finished = {rank for rank, report in reports.items() if report.has_finished}
     assert finished == {1, 3}, [r.reason for r in reports.values()]
     rows = rows_of(run_dir)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert [row["generation"] for row in rows][:3] == generations
+    # Where it goes back, maybe to the beginning: the rank that was writing a checkpoint has died.
+    assert rows[2]["generation"] == generation
     # At the start on one host, and else when the other host is lost.
     told = "on 2 ranks of 1 host, or on more; the death of any 1 rank costs no step, and the loss"
     files = [run_dir / f"warnings.{rank}.txt" for rank in range(4)]

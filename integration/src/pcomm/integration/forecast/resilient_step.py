@@ -22,7 +22,8 @@ from pcomm.ntp import (
     grad_groups,
     plan,
 )
-from pcomm.ntp.sync import OwnedOptimizer, Survival
+from pcomm.ntp.planning import Survival
+from pcomm.ntp.sync import OwnedOptimizer
 
 __all__ = ["ResilientStep", "count_resilient_step"]
 

@@ -1,3 +1,2 @@
-from pcomm.ntp.planning.survival import Survival as Survival
 from pcomm.ntp.sync.grad_sync import GradSync as GradSync
 from pcomm.ntp.sync.owned_optimizer import OwnedOptimizer as OwnedOptimizer
