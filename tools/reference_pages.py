@@ -43,6 +43,7 @@ OTHERS = {
     "MASTER_ADDR": ("a launcher", "Host of rank 0, where the ranks find each other."),
     "MASTER_PORT": ("a launcher", "Port of the store there."),
     **{v.name: ("a launcher", f"{v.meaning} It chooses the GPU.") for v in environment.LOCAL_RANKS},
+    "SLURMD_NODENAME": ("Slurm", "Host of this process; copies of state go to different ones."),
     "LOCAL_WORLD_SIZE": (
         "torchrun",
         "Number of processes of this host; where it is `WORLD_SIZE`, no interface is looked for.",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +58,13 @@ class Fault:
     number: int = signal.SIGKILL
 
 
-def faulty_rank(place: RankPlace, config: Config, run_dir: Path, *faults: Fault) -> Outcome:
+def faulty_rank(
+    place: RankPlace,
+    config: Config,
+    run_dir: Path,
+    *faults: Fault,
+    hosts: Mapping[int, str] | None = None,
+) -> Outcome | None:
     """One rank of a resilient run in fp64 with faults; a task of `ResilientRanks`.
 
     Args:
@@ -64,12 +72,26 @@ def faulty_rank(place: RankPlace, config: Config, run_dir: Path, *faults: Fault)
         config: The configuration.
         run_dir: Folder of the run, with its tokens.
         faults: Signal, rank and step of each fault; at most one for each rank.
+        hosts: Host that each rank tells; None for that of this machine. Each rank then also writes
+            its warnings into `warnings.RANK.txt`.
     """
+    if hosts is not None:
+        logging.getLogger("pcomm").addHandler(
+            logging.FileHandler(run_dir / f"warnings.{place.rank}.txt")
+        )
     resolved = validate_resilient(config, place.size)
     # Its launcher tells of each end. A rank that is slow on a busy machine is not a dead one.
     timeouts = Timeouts(heartbeat_s=0.1, dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
     stream = io.StringIO()
-    run = _FaultyRun(place, resolved, run_dir, stream, dtype=torch.float64, timeouts=timeouts)
+    run = _FaultyRun(
+        place,
+        resolved,
+        run_dir,
+        stream,
+        dtype=torch.float64,
+        timeouts=timeouts,
+        host=None if hosts is None else hosts[place.rank],
+    )
     run.faults = faults
     # Half of what the rank that writes computes would be the import.
     with patch.object(sinks, "open_tensorboard", lambda *_, **__: None):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,16 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def run(parallel: ParallelConfig, run_dir: Path, faults: Sequence[Fault]) -> dict[int, RankReport]:
+def run(
+    parallel: ParallelConfig,
+    run_dir: Path,
+    faults: Sequence[Fault],
+    hosts: Mapping[int, str] | None = None,
+) -> dict[int, RankReport]:
     """How the ranks of a run with faults have ended."""
     number = int(parallel.dp) * parallel.cp * parallel.tp
     with ResilientRanks(number, preload=PRELOAD) as processes:
-        processes.start(faulty_rank, (config(parallel), run_dir, *faults))
+        processes.start(partial(faulty_rank, hosts=hosts), (config(parallel), run_dir, *faults))
         return processes.wait(timeout_s=scaled_s(PATIENCE_S))
 
 
@@ -101,6 +107,31 @@ def test_it_learns_what_one_process_learns(runs, generations, tmp_path):
     assert worst <= 1e-12, where
 
 
+@pytest.mark.parametrize(
+    ("hosts", "generation", "warned"),
+    [
+        # The host of two of four replicas is lost, which leaves a copy on each of the others.
+        ("abab", 0, 1),
+        # All are on one host: the same two had both copies of a part, so step 3 is done again.
+        ("aaaa", 1, 0),
+    ],
+)
+def test_copies_are_on_the_other_host_where_there_is_one(hosts, generation, warned, tmp_path):
+    run_dir = prepare_words(tmp_path, documents=40)
+    reports = run(shard(2, dp=4), run_dir, [Fault(0, 3), Fault(2, 3)], dict(enumerate(hosts)))
+    finished = {rank for rank, report in reports.items() if report.has_finished}
+    assert finished == {1, 3}, [r.reason for r in reports.values()]
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    # Where it goes back, maybe to the beginning: the rank that was writing a checkpoint has died.
+    assert rows[2]["generation"] == generation
+    # At the start on one host, and else when the other host is lost.
+    told = "on 2 ranks of 1 host, or on more; the death of any 1 rank costs no step, and the loss"
+    files = [run_dir / f"warnings.{rank}.txt" for rank in range(4)]
+    found = [told in file.read_text() for file in files]
+    assert found == [rank == warned for rank in range(4)]
+
+
 def muon(asked: Config) -> Config:
     return dataclasses.replace(asked, train=dataclasses.replace(asked.train, optimizer="muon"))
 
@@ -110,6 +141,7 @@ def test_what_cannot_be_shared_is_refused_by_name():
     for asked, kind, found in (
         (config(hybrid), UnsupportedError, "parallel.data"),
         (config(dataclasses.replace(shard(2, dp=2), zero=2)), UnsupportedError, "parallel.zero"),
+        (config(dataclasses.replace(shard(2, dp=2), zero=3)), UnsupportedError, "parallel.zero"),
         (muon(config(shard(2, dp=2))), UnsupportedError, "train.optimizer"),
         (config(ParallelConfig(dp=2, copies=3)), ConfigError, "parallel.copies"),
     ):

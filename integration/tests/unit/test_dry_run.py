@@ -18,6 +18,7 @@ from pcomm.core.cli import main
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.integration import recipes
 from pcomm.integration.commands.conversion import run_to_directory
+from pcomm.integration.commands.train_resilient import launch_resilient
 from pcomm.integration.config.toml import apply_overrides
 from pcomm.integration.forecast import dry_run as dry_run_module
 from pcomm.integration.forecast.counted_step import Computed
@@ -340,3 +341,53 @@ def test_a_step_is_as_long_as_its_slower_half(cluster):
     assert machine.seconds(product._replace(dtype=torch.float32)) == pytest.approx(12, rel=1e-4)
     assert machine.seconds(Computed(torch.float32, 1, int(4e12))) == pytest.approx(2, rel=1e-4)
     assert machine.seconds(Computed(torch.float32, 0, 0)) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["parallel.data='shard'", "parallel.zero=3"], "parallel.zero"),
+        (["parallel.data='hybrid'", "parallel.shard_ranks=2"], "parallel.data"),
+        (["parallel.copies=3"], "parallel.copies"),
+        (["parallel.tp=3"], "parallel"),
+        (["train.sequence_length=4000000000000"], "train.global_batch_tokens"),
+    ],
+)
+def test_a_resilient_dry_run_refuses_what_its_launch_refuses(text, tmp_path, words, wanted):
+    out = tmp_path / "run"
+    config = apply_overrides(recipes.tiny(), [f"data.path=['{text}']", *words])
+    said = refusal(lambda: dry_run(config, out, 4, is_resilient=True))
+    assert wanted in str(said)
+    assert said == refusal(lambda: launch_resilient(config, out, 4, must_restart=False))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "per_host", "survives", "goes_back"),
+    [
+        ([], 4, "any 3 ranks: no step", "to the beginning: after the loss of a host, or of 4"),
+        (["parallel.data='shard'"], 4, "any 1 rank: no step", "the loss of a host, or of 2 ranks"),
+        (["parallel.data='shard'"], 2, "any 1 rank, or the loss of any 1 host: no step", "2 hosts"),
+        (
+            ["parallel.data='shard'", "parallel.copies=1"],
+            2,
+            "no death",
+            "after the death of a rank",
+        ),
+    ],
+)
+def test_a_resilient_dry_run_says_what_is_survived(
+    text, cluster, capsys, tmp_path, words, per_host, survives, goes_back
+):
+    cluster.write_text(CLUSTER + f"ranks_per_host = {per_host}\n")
+    settings = [f"data.path=['{text}']", "checkpoint.every='end'", "parallel.dp=4", *words]
+    options = [word for one in settings for word in ("--set", one)]
+    command = ["train", "--dry-run", "--resilient", "--ranks", "5", *options]
+    assert main([*command, "--cluster", str(cluster)]) == 0
+    rows = {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()}
+    assert survives in rows["survives"]
+    assert goes_back in rows["goes back"]
+    assert ("weights of owners" in rows["sent"]) == bool(words)
+    assert rows["hosts"].startswith(f"{4 // per_host} of {per_host} ranks each")
+    # Neither is started, and a store that is named would say that this process is a rank.
+    assert main([*command, "--store", "127.0.0.1:1", "--cluster", str(cluster)]) == 2

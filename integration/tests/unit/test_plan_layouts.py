@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -13,13 +13,14 @@ import pytest
 from integration_support.short_runs import tiny_config
 from pcomm.core import cli
 from pcomm.core.errors import ConfigError, TopologyError
-from pcomm.integration.config.rules import validate
+from pcomm.integration.config.rules import validate, validate_resilient
 from pcomm.integration.config.toml import apply_overrides, to_toml
 from pcomm.integration.forecast import layouts
 from pcomm.integration.forecast.counted_step import count_step
 from pcomm.integration.forecast.dry_run import parameters_by_kind, synthetic_batches
 from pcomm.integration.forecast.layouts import candidates, rank_layouts
 from pcomm.integration.forecast.machine import Machine, predict_step
+from pcomm.integration.forecast.resilient_step import count_resilient_step
 from pcomm.ntp import plan_command
 
 CLUSTER = {
@@ -117,6 +118,43 @@ def test_each_row_is_what_the_dry_run_says_with_its_settings(
         f"{left['slower_by_arithmetic']} whose products" in out or not left["slower_by_arithmetic"]
     )
     assert "next: pcomm train --dry-run --config" in out
+
+
+def test_layouts_of_a_resilient_run_show_their_copies(run: Run, files: tuple[Path, Path]) -> None:
+    config, cluster = files
+    words = ["--model", config, "--gpus", 4, "--cluster", cluster, "--seconds", 1e6]
+    code, out, _ = run(*words, "--resilient", "--json")
+    assert code == 0
+    rows = json.loads(out)["layouts"]
+    assert {(row["data"], row["copies"]) for row in rows if row["dp"] == 4} <= {
+        ("replicate", 2),
+        ("shard", 1),
+        ("shard", 2),
+    }
+    parameters = sum(parameters_by_kind(validate(CONFIG, 1)).values())
+    for row in rows:
+        resolved = validate_resilient(apply_overrides(CONFIG, row["set"]), 4)
+        counted = count_resilient_step(
+            resolved, synthetic_batches(resolved), MACHINE.ranks_per_host
+        )
+        assert counted.step.memory.peak == row["memory_bytes"]
+        assert (counted.weight_bytes, asdict(counted.survival)) == (
+            row["weight_bytes"],
+            row["survival"],
+        )
+        holders = row["dp"] * row["cp"]
+        owners = row["copies"] if row["data"] == "shard" else holders
+        assert row["survival"]["ranks"] == owners
+        if row["tp"] == 1:
+            # Two averages of each copy, and what is no view of a weight; a count of steps each.
+            assert row["memory"]["optimizer"] >= 8 * parameters * owners / holders - 64
+        least = layouts.least_memory(resolved, parameters_by_kind(resolved), is_resilient=True)
+        memory = counted.step.memory
+        assert least <= memory.weights + memory.optimizer + memory.all_gradients + 64
+    code, out, err = run(*words, "--resilient")
+    assert (code, err) == (0, "")
+    assert "the death of any 1 rank" in out
+    assert "next: pcomm train --dry-run --resilient --config" in out
 
 
 def test_what_is_left_out_by_arithmetic_is_not_better(monkeypatch: pytest.MonkeyPatch) -> None:

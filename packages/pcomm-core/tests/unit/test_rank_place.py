@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from pcomm.core.errors import ConfigError, PeerTimeoutError
-from pcomm.core.process import RankPlace
+from pcomm.core.process import RankPlace, this_host
 from pcomm.core.process.store_server import open_store
 from pcomm.core.testing.programs import PATIENCE_S, Programs, is_running, scaled_s
 
@@ -48,6 +48,14 @@ def place_in(environ: dict[str, str], **options: int) -> tuple[int, int]:
 )
 def test_the_place_that_a_launcher_tells(environ, options, expected):
     assert place_in(environ, **options) == expected
+
+
+def test_the_host_is_that_of_the_node_where_something_tells_it():
+    assert this_host({}) == socket.gethostname()
+    assert this_host({"SLURMD_NODENAME": "n1"}) == "n1"
+    assert this_host({"SLURMD_NODENAME": "n1", "PCOMM_HOST": "rack 2"}) == "rack 2"
+    with pytest.raises(ConfigError, match="PCOMM_HOST"):
+        this_host({"PCOMM_HOST": " "})
 
 
 @pytest.mark.parametrize(

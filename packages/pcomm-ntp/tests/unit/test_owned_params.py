@@ -23,6 +23,7 @@ from pcomm.core.collectives import SpyCollectives
 from pcomm.core.errors import ConfigError, TopologyError
 from pcomm.ntp import Failures, NtpPlan, Policy, Units, plan
 from pcomm.ntp.planning.owners import Hosts, Owners, UnitSizes, holding_groups
+from pcomm.ntp.planning.survival import Survival
 from pcomm.ntp.sync.grad_groups import group_names
 from pcomm.ntp.sync.owned_params import OwnedParams, unit_sizes
 
@@ -41,25 +42,36 @@ def without(topology: Topology, gone: set[int]) -> NtpPlan:
     return plan(topology, failures, UNITS, Policy(drops_replicas=True))
 
 
+@pytest.mark.parametrize("ranks_each", [None, 1, 3])
 @pytest.mark.parametrize("seed", range(40))
-def test_owners_are_on_other_hosts_level_and_stay_through_deaths_and_returns(seed: int) -> None:
+def test_owners_are_on_other_hosts_level_and_stay_through_deaths_and_returns(
+    seed: int, ranks_each: int | None
+) -> None:
     generator = random.Random(seed)
     topology = Topology({"dp": generator.randint(2, 5), "tp": generator.randint(1, 3)})
-    hosts = Hosts.of(topology, generator.randint(1, 3))
+    # Each replica is a host; or each has so many replicas, the last one maybe fewer.
+    tp = topology.axes["tp"]
+    names = {one: str(one // (tp * (ranks_each or 1))) for one in topology.ranks}
+    hosts = Hosts.of(topology, generator.randint(1, 3), ranks_each and names)
     gone, before, alive = set[int](), None, list[int]()
     for _ in range(6):
         made = without(topology, gone)
         left = [rank for rank in topology.ranks if rank not in gone]
         found = Owners.deal(made, left[0], SIZES, hosts, before=before, alive=alive)
         assert Owners.from_json(found.to_json()).digest() == found.digest()
-        copies = min(hosts.copies, len({hosts.names[rank] for rank in left}))
-        assert found.fewest == copies
+        num_hosts = len({hosts.names[rank] for rank in left})
+        survival = found.survival(hosts)
+        assert survival.hosts == min(hosts.copies, num_hosts)
         for name, ranges in found.ranges.items():
             ends = [0, *(one.stop for one in ranges)]
             assert [one.start for one in ranges] == ends[:-1]
             assert ends[-1] == SIZES[name].units
             for one in ranges:
-                assert len({hosts.names[rank] for rank in one.owners}) == len(one.owners) == copies
+                holders = holders_of(made, SIZES[name], one.start)
+                assert set(one.owners) <= set(holders)
+                assert len(set(one.owners)) == min(hosts.copies, len(holders))
+                on = {hosts.names[rank] for rank in one.owners}
+                assert len(on) == min(hosts.copies, len({hosts.names[r] for r in holders}))
             # Each unit has one sender, which owns it.
             assert sum(stop - start for start, stop, _ in found.senders[name]) == ends[-1]
             for start, stop, rank in found.senders[name]:
@@ -72,16 +84,21 @@ def test_owners_are_on_other_hosts_level_and_stay_through_deaths_and_returns(see
                     if rank in ranks:
                         by_host = {hosts.names[one] for one in ranks}
                         mates = [one for one in ranks if hosts.names[one] == hosts.names[rank]]
+                        copies = min(hosts.copies, len(ranks))
                         even = Fraction(copies, len(ranks))
                         most = Fraction(copies, len(by_host) * len(mates))
-                        share += (stop - start) * own.size * max(even, most)
+                        if 1 < len(by_host) < copies:
+                            # As many copies on each host may be all of it for one rank.
+                            most = Fraction(1)
+                        share += (stop - start) * own.size * max(even, min(Fraction(1), most))
                         rounding += 2 * own.size
             assert found.elements(rank) <= share + rounding, (rank, gone)
         if before is not None and len(alive) == len(left):
             # No unit moves that lives where it is, but for what levels the ranks.
             kept = {rank: before.elements(rank) for rank in left}
             new = sum(found.elements(rank) - _common(before, found, rank) for rank in left)
-            lost = copies * _total() - sum(kept.values())
+            owned = sum(found.elements(rank) for rank in left)
+            lost = owned - sum(kept.values())
             assert new <= max(0, lost) + _total() // 2, (new, lost)
         before = found
         returned = generator.choice(sorted(gone)) if gone and generator.random() < 0.3 else None
@@ -89,6 +106,13 @@ def test_owners_are_on_other_hosts_level_and_stay_through_deaths_and_returns(see
         if len(gone) == len(topology.ranks):
             break
         alive = [rank for rank in left if rank not in gone]
+
+
+def holders_of(made: NtpPlan, own: UnitSizes, unit: int) -> tuple[int, ...]:
+    """The ranks that hold a unit."""
+    first = min(set(made.topology.ranks) - made.topology.failed)
+    groups = holding_groups(made, first, own)
+    return next(ranks for start, stop, ranks in groups if start <= unit < stop)
 
 
 def _total() -> int:
@@ -126,8 +150,17 @@ def test_hosts_that_are_named_are_apart_and_mistakes_are_refused() -> None:
     found = Owners.deal(without(topology, set()), 0, SIZES, hosts)
     for ranges in found.ranges.values():
         assert all(not {0, 1} <= set(one.owners) for one in ranges)
+    assert found.survival(hosts) == Survival(2, 2)
+    # On one host they are on two ranks, and go to another host as soon as there is one.
     one_host = Hosts.of(topology, 2, dict.fromkeys(range(4), "x"))
-    assert Owners.deal(without(topology, set()), 0, SIZES, one_host).fewest == 1
+    first = Owners.deal(without(topology, set()), 0, SIZES, one_host)
+    assert first.survival(one_host) == Survival(2, 1)
+    left, two_hosts = without(topology, {3}), Hosts.of(topology, 2, {**one_host.names, 3: "y"})
+    second = Owners.deal(left, 0, SIZES, one_host, before=first, alive=[0, 1, 2])
+    assert second.survival(one_host) == Survival(2, 1)
+    whole = without(topology, set())
+    third = Owners.deal(whole, 0, SIZES, two_hosts, before=second, alive=[0, 1, 2])
+    assert third.survival(two_hosts) == Survival(2, 2)
     for copies in (0, True, 1.5):
         refused(ConfigError, "copies", Hosts.of, topology, copies)
     refused(TopologyError, "no host of rank 1", Hosts.of, topology, 2, {0: "x"})

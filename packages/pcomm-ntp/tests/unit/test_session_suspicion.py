@@ -189,7 +189,7 @@ def test_a_connection_that_breaks_as_ranks_end_without_their_store_tells_of_the_
     place = RankPlace(0, 2, "127.0.0.1", server.port)
     member = Membership(place.store, 0, range(2), {0: 0, 1: 1}, {}, Timeouts())
     member.enter()
-    recovery = Recovery(SimpleNamespace(device=None, restore=None, hosts=None), member)
+    recovery = Recovery(SimpleNamespace(device=None, restore=None, copies=None), member)
     recovery.opened = SimpleNamespace()
     # It has not seen yet that the store is gone, of which the other rank has ended.
     member.watch.close()

@@ -56,6 +56,11 @@ class LayoutMode:
             "may be given several times",
         )
         group.add_argument(
+            "--resilient",
+            action="store_true",
+            help="layouts of `pcomm train --resilient`, with what they survive",
+        )
+        group.add_argument(
             "--seconds",
             type=float,
             default=30.0,
@@ -86,10 +91,11 @@ class LayoutMode:
             replay=replay,
             limit_s=arguments.seconds,
             progress=_progress,
+            is_resilient=arguments.resilient,
         )
         _progress("")
         if arguments.json:
-            print(json.dumps(_document(ranking, machine, config), indent=2))
+            print(json.dumps(_document(ranking, machine, config, arguments.resilient), indent=2))
         else:
             print("\n".join(_lines(ranking, machine, config, arguments)))
         return 0
@@ -131,19 +137,22 @@ def _lines(
     from pcomm.integration.forecast.dry_run import duration_text, size_text
     from pcomm.integration.forecast.layouts import settings_of, words_of
 
-    layouts = ranking.layouts
-    width = max(len(words_of(one.config)) for one in layouts[:_ROWS])
+    layouts, is_resilient = ranking.layouts, arguments.resilient
+    words = [words_of(one.config, is_resilient=is_resilient) for one in layouts[:_ROWS]]
+    width = max(map(len, words))
     found = [
         f"{len(layouts)} layout(s) of {arguments.gpus} ranks, predicted by counting a step each; "
         "none is started",
-        f"{'layout':<{width}}  {'step':>9}  {'tokens/s':>9}  {'memory':>9}  {'sent a step':>11}",
+        f"{'layout':<{width}}  {'step':>9}  {'tokens/s':>9}  {'memory':>9}  {'sent a step':>11}"
+        + (f"  {'optimizer':>9}  {'weights sent':>12}  survives" if is_resilient else ""),
     ]
-    for one in layouts[:_ROWS]:
+    for one, layout in zip(layouts, words, strict=False):
         sent, step_s = sum(one.step.sent().values()), one.time.seconds
         tokens = one.config.train.global_batch_tokens / step_s
         found.append(
-            f"{words_of(one.config):<{width}}  {duration_text(step_s):>9}  {tokens:>9,.0f}  "
+            f"{layout:<{width}}  {duration_text(step_s):>9}  {tokens:>9,.0f}  "
             f"{size_text(one.step.memory.peak):>9}  {size_text(sent):>11}"
+            + _copies(one)
             + ("" if one.fits else "  does not fit")
         )
     if len(layouts) > _ROWS:
@@ -156,7 +165,8 @@ def _lines(
     found += [f"assumed: {line}" for line in machine.assumptions(layouts[0].config.train.dtype)]
     if layouts[0].fits:
         sets = " ".join(
-            f"--set {shlex.quote(word)}" for word in settings_of(layouts[0].config, config)
+            f"--set {shlex.quote(word)}"
+            for word in settings_of(layouts[0].config, config, is_resilient=is_resilient)
         )
         what = (
             f"--set model.from={shlex.quote(json.dumps(str(arguments.model)))}"
@@ -167,9 +177,21 @@ def _lines(
         where = (
             "" if arguments.cluster is None else f"--cluster {shlex.quote(str(arguments.cluster))}"
         )
-        words = ("pcomm train --dry-run", what, given, sets, f"--ranks {arguments.gpus}", where)
-        found.append("next: " + " ".join(word for word in words if word))
+        command = "pcomm train --dry-run" + " --resilient" * is_resilient
+        line = (command, what, given, sets, f"--ranks {arguments.gpus}", where)
+        found.append("next: " + " ".join(word for word in line if word))
     return found
+
+
+def _copies(one: CountedLayout) -> str:
+    """Columns of a resilient run: what copies take and send, and what is survived."""
+    from pcomm.integration.forecast.dry_run import size_text
+
+    if one.resilient is None:
+        return ""
+    kept = one.resilient.survival.kept.rstrip(",") or "not each death"
+    sent = size_text(one.resilient.weight_bytes)
+    return f"  {size_text(one.step.memory.optimizer):>9}  {sent:>12}  {kept}"
 
 
 def _left_out(ranking: Ranking, limit_s: float) -> list[str]:
@@ -187,11 +209,16 @@ def _left_out(ranking: Ranking, limit_s: float) -> list[str]:
     return found
 
 
-def _document(ranking: Ranking, machine: Machine, config: Config) -> dict[str, Any]:
+def _document(
+    ranking: Ranking, machine: Machine, config: Config, is_resilient: bool
+) -> dict[str, Any]:
     from pcomm.integration.forecast.layouts import settings_of
 
     return {
-        "layouts": [_entry(one, settings_of(one.config, config)) for one in ranking.layouts],
+        "layouts": [
+            _entry(one, settings_of(one.config, config, is_resilient=is_resilient))
+            for one in ranking.layouts
+        ],
         "left_out": {
             "refused": dict(ranking.refused),
             "parameters_do_not_fit": ranking.too_large,
@@ -217,6 +244,17 @@ def _entry(one: CountedLayout, settings: list[str]) -> dict[str, Any]:
         "fits": one.fits,
         "sent_bytes": one.step.sent(),
         "set": settings,
+        **_resilience(one),
+    }
+
+
+def _resilience(one: CountedLayout) -> dict[str, Any]:
+    if one.resilient is None:
+        return {}
+    return {
+        "copies": one.config.parallel.copies,
+        "weight_bytes": one.resilient.weight_bytes,
+        "survival": asdict(one.resilient.survival),
     }
 
 

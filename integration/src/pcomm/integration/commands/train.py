@@ -157,8 +157,8 @@ class TrainCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Train, then print bits per byte, a sample, and where everything is."""
-        _check_resilient(arguments)
         _check_dry_run(arguments)
+        _check_resilient(arguments)
         _check_paths(arguments)
         # Imported late: other commands do not wait for pydantic.
         from pcomm.integration.config.rules import validate
@@ -193,6 +193,7 @@ class TrainCommand:
                 world_size,
                 must_restart=arguments.restart,
                 cluster=arguments.cluster,
+                is_resilient=arguments.resilient,
             )
             print(needs)
             return 0
@@ -274,7 +275,8 @@ def _resilient_rank(config: Config, arguments: argparse.Namespace) -> int:
 def _is_rank(arguments: argparse.Namespace) -> bool:
     """Whether this process is one rank of a resilient run, and no launcher."""
     is_told = arguments.store is not None or "PCOMM_STORE" in os.environ
-    return arguments.resilient and is_told and arguments.launcher == "local"
+    is_started = is_told and not arguments.dry_run
+    return arguments.resilient and is_started and arguments.launcher == "local"
 
 
 def _check_resilient(arguments: argparse.Namespace) -> None:
@@ -324,9 +326,10 @@ def _check_dry_run(arguments: argparse.Namespace) -> None:
     if arguments.cluster is not None and not arguments.dry_run:
         found, why = "no --dry-run", "The file says for which machines a time is predicted."
         fix = "Add --dry-run, or leave --cluster away."
-    elif arguments.dry_run and arguments.resilient:
-        found, why = "--resilient", "The step of a run whose ranks may die is not counted."
-        fix = "Leave --resilient away to count the run of the same ranks without it."
+    elif arguments.dry_run and (arguments.store is not None or arguments.rank is not None):
+        found = "--store or --rank"
+        why = "They are of one rank of a run, and a dry run starts none."
+        fix = "Leave them away, and give --ranks N, the number of all ranks."
     else:
         return
     raise ConfigError("pcomm train --dry-run", found=found, why=why, fix=fix)

@@ -11,10 +11,12 @@ from pcomm.integration.config.model_rules import (
     split_dimensions,
 )
 from pcomm.integration.config.sections import (
+    WHOLE_STAGE,
     ParallelConfig,
     Resolved,
     ResolvedModel,
     ResolvedParallel,
+    given,
     values_of,
 )
 from pcomm.integration.config.units import units_of_model
@@ -58,14 +60,16 @@ def resolve_with_failed(parallel: ParallelConfig) -> ResolvedParallel:
             if is_sharded
             else "Set parallel.ep = 1, so that each rank holds all experts.",
         )
-    if parallel.zero != ParallelConfig().zero or parallel.shard_ranks not in ("auto", 1):
+    zero = given(parallel.zero, WHOLE_STAGE)
+    if zero != WHOLE_STAGE or parallel.shard_ranks not in ("auto", 1):
         raise ConfigError(
             "parallel.zero" if parallel.shard_ranks in ("auto", 1) else "parallel.shard_ranks",
             found="a value of its own with parallel.failed",
             why="Every rank of tp holds its whole part of the parameters then.",
             fix="Leave the key away.",
         )
-    return ResolvedParallel(**{**values_of(parallel), "dp": parallel.dp, "shard_ranks": 1})
+    resolved = {"dp": parallel.dp, "shard_ranks": 1, "zero": zero}
+    return ResolvedParallel(**{**values_of(parallel), **resolved})
 
 
 def plan_without_failed(

@@ -19,6 +19,7 @@ from pcomm.integration.config.nonuniform import (
     resolve_with_failed,
 )
 from pcomm.integration.config.sections import (
+    WHOLE_STAGE,
     Config,
     DataConfig,
     Dtype,
@@ -114,7 +115,9 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
             fix=f"Start a multiple of {others} ranks, such as --ranks {others}, and set "
             'parallel.dp = "auto", or change parallel.tp or parallel.cp.',
         )
-    if parallel.data == "replicate" and parallel.zero != ParallelConfig().zero:
+    zero = given(parallel.zero, WHOLE_STAGE)
+    # Which a run of before has in its config.toml, as it was the default.
+    if parallel.data == "replicate" and zero != WHOLE_STAGE:
         raise ConfigError(
             "parallel.zero",
             found=f"the value {parallel.zero} with parallel.data = 'replicate'",
@@ -122,7 +125,8 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
             fix="Set parallel.data to 'shard', or leave parallel.zero away.",
         )
     shard_ranks = _shard_ranks(parallel, dp * parallel.cp)
-    return ResolvedParallel(**{**values_of(parallel), "dp": dp, "shard_ranks": shard_ranks})
+    resolved = {"dp": dp, "shard_ranks": shard_ranks, "zero": zero}
+    return ResolvedParallel(**{**values_of(parallel), **resolved})
 
 
 def _shard_ranks(parallel: ParallelConfig, num_ranks: int) -> int:
@@ -440,8 +444,7 @@ def validate_resilient(config: Config, world_size: int) -> Resolved:
     usual = {key: getattr(ParallelConfig(), key) for key in _OF_RESILIENT}
     resolved = validate(replace(config, parallel=replace(asked, failed=(), **usual)), world_size)
     is_sharded = asked.data == "shard"
-    zero = 1 if is_sharded else asked.zero
-    resolved = replace(resolved, parallel=replace(resolved.parallel, **own, zero=zero))
+    resolved = replace(resolved, parallel=replace(resolved.parallel, **own, zero=1))
     if not is_sharded and asked.copies != usual["copies"]:
         raise ConfigError(
             "parallel.copies",
@@ -466,8 +469,7 @@ def _refuse_keys(config: Config, resolved: Resolved) -> None:
         (
             "parallel.zero",
             asked.zero,
-            # The default has not been asked for; such a run takes 1.
-            (1, ParallelConfig().zero),
+            ("auto", 1),
             "A shard of parameters or gradients is lost with its rank.",
         ),
         ("parallel.ep", parallel.ep, (1,), "An expert would be lost with its rank."),

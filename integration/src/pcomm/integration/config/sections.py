@@ -6,7 +6,7 @@ import keyword
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import (
     BeforeValidator,
@@ -21,6 +21,7 @@ from pcomm.integration.config.strict_section import INT64, UNICODE, listed, one_
 
 __all__ = [
     "SECTIONS",
+    "WHOLE_STAGE",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -46,10 +47,15 @@ __all__ = [
 Count = Annotated[NonNegativeInt, INT64]
 Size = Annotated[PositiveInt, INT64]
 AutoSize = Size | Literal["auto"]
+Stage = Annotated[int, Field(ge=1, le=3)]
+AutoStage = Stage | Literal["auto"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, UNICODE]
 Suffix = Annotated[str, UNICODE, Field(pattern=r"^\.[^./\\\s]+$")]
 Dtype = Literal["fp32", "bf16"]
+
+WHOLE_STAGE: Final = 3
+"""What `parallel.zero` is where it is "auto"."""
 
 
 @section("model")
@@ -215,9 +221,9 @@ class ParallelConfig:
     """Ranks of dp x cp that share a replica, to be given with `data = hybrid`. auto: one with
     `replicate`, all with `shard`."""
 
-    zero: Annotated[int, Field(ge=1, le=3)] = 3
-    """What shards keep whole: 1 parameters and gradients, 2 parameters in a step, 3 nothing. With
-    `--resilient` it is 1."""
+    zero: AutoStage = "auto"
+    """What shards keep whole: 1 parameters and gradients, 2 parameters in a step, 3 nothing. auto:
+    3, and 1 with `--resilient`, which has no other."""
 
     sequence: bool = False
     """Split the tokens between the layers over the `tp` ranks, too."""
@@ -507,6 +513,7 @@ class ResolvedParallel(ParallelConfig):
 
     dp: Size = Field(...)
     shard_ranks: Size = Field(...)
+    zero: Stage = Field(...)
 
 
 @section("train")

@@ -162,12 +162,17 @@ class StepCounter:
         self._events.clear()
         self._watch.begin()
 
+    @property
+    def sent_bytes(self) -> int:
+        """Least bytes that the rank has sent since `begin`."""
+        return sum(event.sent_bytes for event in self._events if isinstance(event, Sent))
+
     def counted(self, parameters: Sequence[Tensor], states: Sequence[Tensor]) -> CountedStep:
         """What was done since `begin`. Local.
 
         Args:
             parameters: Parameters, whose gradients are counted, too.
-            states: State of the optimizer.
+            states: State of the optimizer; views of parameters are none.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         return CountedStep(self._watch.memory(parameters, states, gradients), tuple(self._events))
@@ -238,7 +243,8 @@ class _Allocations:
         self, weights: Sequence[Tensor], optimizer: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> Memory:
         """What was there at the peak."""
-        own, state = self._bytes(weights), self._bytes(optimizer)
+        own = self._bytes(weights)
+        state = self._bytes([*weights, *optimizer]) - own
         early = {key: one for key, one in self._of(gradients).items() if one.born <= self.peak_at}
         there = sum(one.num_bytes for one in early.values())
         rest = self.peak - own - state - there

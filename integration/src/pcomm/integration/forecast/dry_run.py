@@ -17,7 +17,7 @@ import torch
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.integration.checkpoint.folders import check_files, newest
 from pcomm.integration.config.model_rules import mixers
-from pcomm.integration.config.rules import validate
+from pcomm.integration.config.rules import validate, validate_resilient
 from pcomm.integration.config.sections import Config, Dtype, Resolved
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.preparation import Prepared, open_prepared, prepare
@@ -34,6 +34,7 @@ from pcomm.integration.forecast.machine import (
     read_cluster,
 )
 from pcomm.integration.forecast.replay import Replay
+from pcomm.integration.forecast.resilient_step import ResilientStep, count_resilient_step
 from pcomm.integration.huggingface.tokenizer import TOKENIZER
 from pcomm.integration.huggingface.weights import check_first_weights
 from pcomm.integration.models.language_model import LanguageModel
@@ -76,6 +77,8 @@ class DryRun:
         step: The counted step of rank 0.
         time: Predicted time of that step.
         machine: Machine for which the time was predicted.
+        resilient: What a resilient run survives, with the step; None for another run.
+        num_spares: Ranks beyond the grid.
     """
 
     config: Resolved
@@ -85,6 +88,8 @@ class DryRun:
     step: CountedStep
     time: StepTime
     machine: Machine
+    resilient: ResilientStep | None = None
+    num_spares: int = 0
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -100,7 +105,8 @@ class DryRun:
 
     def __str__(self) -> str:
         """All of it, to be read."""
-        rows = [*self._run(), *self._memory(), *self._traffic(), *self._duration()]
+        rows = [*self._run(), *self._memory(), *self._traffic()]
+        rows += [*self._survival(), *self._duration()]
         return "\n".join(f"{name:<12}{words}" for name, words in rows)
 
     def _run(self) -> Iterator[tuple[str, str]]:
@@ -124,9 +130,20 @@ class DryRun:
             "ranks",
             f"dp {parallel.dp} x cp {parallel.cp} x tp {parallel.tp}"
             + (f", experts over {parallel.ep}" if parallel.ep > 1 else "")
-            + f"; parallel.data = {parallel.data!r} over {parallel.shard_ranks}; each step "
-            f"{max(1, num_micro)} micro-batch(es) of {train.micro_batch_tokens:,} tokens",
+            + f"; {self._sharing()}; each step {max(1, num_micro)} micro-batch(es) of "
+            f"{train.micro_batch_tokens:,} tokens",
         )
+        if self.num_spares:
+            yield "", f"and {self.num_spares} spare, which wait without a model"
+
+    def _sharing(self) -> str:
+        parallel = self.config.parallel
+        found = f"parallel.data = {parallel.data!r}"
+        if self.resilient is None:
+            return f"{found} over {parallel.shard_ranks}"
+        if parallel.data == "replicate":
+            return found
+        return f"{found}, {parallel.copies} of each part of the optimizer"
 
     def _memory(self) -> Iterator[tuple[str, str]]:
         memory, keep = self.step.memory, self.config.checkpoint.keep
@@ -148,8 +165,24 @@ class DryRun:
         yield "checkpoint", f"{size_text(self.checkpoint_bytes)}, and {copies}"
 
     def _traffic(self) -> Iterator[tuple[str, str]]:
-        sent = [f"{key} {size_text(count)}" for key, count in self.step.sent().items() if count]
+        counts = (self.resilient or self.step).sent()
+        sent = [f"{key} {size_text(count)}" for key, count in counts.items() if count]
         yield "sent", "by a rank in a step: " + (", ".join(sent) or "nothing")
+
+    def _survival(self) -> Iterator[tuple[str, str]]:
+        if self.resilient is None:
+            return
+        survival, every = self.resilient.survival, self.config.checkpoint.every
+        kept = f"{survival.kept.rstrip(',')}: no step is lost" if survival.kept else "no death"
+        yield "survives", kept
+        back = "the beginning" if every == "end" else f"a checkpoint, at most {every} steps"
+        yield "goes back", f"to {back}: after {survival.lost}"
+        yield "ends", "with the store, and when no replica has a rank left"
+        yield (
+            "hosts",
+            f"{self.resilient.num_hosts} of {self.machine.ranks_per_host} ranks each; each part of "
+            f"the state is on at least {survival.ranks} rank(s) of {survival.hosts} host(s)",
+        )
 
     def _duration(self) -> Iterator[tuple[str, str]]:
         time, machine, train = self.time, self.machine, self.config.train
@@ -171,6 +204,7 @@ def dry_run(
     *,
     must_restart: bool = False,
     cluster: Path | None = None,
+    is_resilient: bool = False,
 ) -> DryRun:
     """What a run of `config` needs. Local: one process on the CPU, without ranks.
 
@@ -180,6 +214,7 @@ def dry_run(
         num_ranks: Ranks of the run.
         must_restart: True if checkpoints in the folder do not count.
         cluster: File that describes the machines; None for this one, which is measured.
+        is_resilient: True for a run that goes on without ranks that die.
 
     Raises:
         PcommError: The run would end with this error before its first step, or the file cannot be
@@ -193,7 +228,8 @@ def dry_run(
         dtype: Dtype = "bf16" if machine.bf16_tflops > machine.fp32_tflops else "fp32"
     else:
         dtype, _ = chosen_dtype(config, folder, torch.device("cpu"), is_new=is_new)
-    resolved = validate(replace(config, train=replace(config.train, dtype=dtype)), num_ranks)
+    rules = validate_resilient if is_resilient else validate
+    resolved = rules(replace(config, train=replace(config.train, dtype=dtype)), num_ranks)
     memory = largest_memory(torch.device("cpu"))
     check_batch_memory(resolved, memory if machine is None else machine.memory_bytes)
     if resolved.train.compile and machine is None and not torch.cuda.is_available():
@@ -221,7 +257,9 @@ def dry_run(
         if corpus is not None:
             epochs = batches.epochs(resolved.train.steps)
             text = "\n".join([text, *describe_mixture(resolved, corpus, epochs)])
-        step = count_step(resolved, batches)
+        per_host = num_ranks if machine is None else machine.ranks_per_host
+        resilient = count_resilient_step(resolved, batches, per_host) if is_resilient else None
+        step = count_step(resolved, batches) if resilient is None else resilient.step
         if kept is not None:
             check_resumable(resolved, folder, prepared.fingerprint if prepared else None)
             Progress.resumed(kept, resolved.train)
@@ -232,8 +270,11 @@ def dry_run(
             measured_machine(num_ranks, resolved.model.width),
             Replay(num_ranks, _REPLAY_S),
         )
-    time = predict_step(step, machine, num_ranks, replay)
-    return DryRun(resolved, parameters_by_kind(resolved), text, tokens, step, time, machine)
+    parallel = resolved.parallel
+    used = parallel.dp * parallel.cp * parallel.tp if is_resilient else num_ranks
+    time = predict_step(step, machine, used, replay)
+    kinds = parameters_by_kind(resolved)
+    return DryRun(resolved, kinds, text, tokens, step, time, machine, resilient, num_ranks - used)
 
 
 def parameters_by_kind(config: Resolved) -> dict[str, int]:

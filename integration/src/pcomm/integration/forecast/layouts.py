@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pcomm.core.errors import PcommError
-from pcomm.integration.config.rules import validate
+from pcomm.integration.config.rules import validate, validate_resilient
 from pcomm.integration.config.sections import (
+    WHOLE_STAGE,
     AutoSize,
+    AutoStage,
     Config,
     ParallelConfig,
     Resolved,
@@ -28,6 +30,7 @@ from pcomm.integration.forecast.counted_step import CountedStep, count_step
 from pcomm.integration.forecast.dry_run import parameters_by_kind, synthetic_batches
 from pcomm.integration.forecast.machine import Machine, StepTime, predict_step
 from pcomm.integration.forecast.replay import Replay
+from pcomm.integration.forecast.resilient_step import ResilientStep, count_resilient_step
 from pcomm.integration.parallelize import topology_of
 
 __all__ = [
@@ -44,6 +47,9 @@ __all__ = [
 # Bytes of an fp32 number.
 _FLOAT = 4
 
+# Copies that are tried: of two a host may be lost, and a third takes half as much again.
+_MOST_COPIES = 2
+
 # Numbers that an optimizer keeps for each parameter, at the least.
 _AVERAGES = {"adamw": 2, "muon": 1}
 
@@ -57,12 +63,14 @@ class CountedLayout:
         step: The counted step of rank 0.
         time: The time of that step.
         fits: True if the step needs no more memory than a rank has.
+        resilient: What a resilient run survives; None for another run.
     """
 
     config: Resolved
     step: CountedStep
     time: StepTime
     fits: bool
+    resilient: ResilientStep | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ def rank_layouts(
     limit_s: float,
     replay: Replay | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    is_resilient: bool = False,
 ) -> Ranking:
     """The layouts of a run on `num_ranks` ranks, ranked. Local, without ranks and without text.
 
@@ -103,6 +112,7 @@ def rank_layouts(
         replay: Times of operations on this machine; None for the rates of `machine` alone.
         limit_s: Seconds after which no other layout is begun; the first is counted anyway.
         progress: Told in a line what is done.
+        is_resilient: True for a run that goes on without ranks that die.
 
     Raises:
         PcommError: No layout can run; the error of the plainest one.
@@ -110,9 +120,10 @@ def rank_layouts(
     end = time.monotonic() + limit_s
     refused: Counter[str] = Counter()
     resolved, first_error = [], None
-    for one in candidates(config, num_ranks, machine.ranks_per_host):
+    rules = validate_resilient if is_resilient else validate
+    for one in candidates(config, num_ranks, machine.ranks_per_host, is_resilient=is_resilient):
         try:
-            resolved.append(validate(one, num_ranks))
+            resolved.append(rules(one, num_ranks))
         except PcommError as error:
             refused[error.asked] += 1
             first_error = first_error or error
@@ -120,15 +131,19 @@ def rank_layouts(
         assert first_error is not None
         raise first_error
     parameters = parameters_by_kind(resolved[0])
-    fitting = [c for c in resolved if least_memory(c, parameters) <= machine.memory_bytes]
+
+    def least(one: Resolved) -> float:
+        return least_memory(one, parameters, is_resilient=is_resilient)
+
+    fitting = [c for c in resolved if least(c) <= machine.memory_bytes]
     too_large = len(resolved) - len(fitting)
     if not fitting:
         # The one that needs least is shown, to tell by how much it does not fit.
-        fitting = [min(resolved, key=lambda c: least_memory(c, parameters))]
+        fitting = [min(resolved, key=least)]
         too_large -= 1
     bounds = {id(c): least_seconds(c, machine, parameters) for c in fitting}
     layouts: list[CountedLayout] = []
-    counting = _Counting(num_ranks, machine, replay)
+    counting = _Counting(num_ranks, machine, replay, is_resilient)
     slower = not_reached = 0
     best = float("inf")
     for number, one in enumerate(sorted(fitting, key=lambda c: bounds[id(c)]), 1):
@@ -137,7 +152,9 @@ def rank_layouts(
         elif layouts and time.monotonic() > end:
             not_reached += 1
         else:
-            progress(f"layout {number} of {len(fitting)}: {words_of(one)}")
+            progress(
+                f"layout {number} of {len(fitting)}: {words_of(one, is_resilient=is_resilient)}"
+            )
             try:
                 found = counting.largest(one)
             except PcommError as error:
@@ -153,7 +170,7 @@ def rank_layouts(
     return Ranking(layouts, dict(refused.most_common()), too_large, slower, not_reached)
 
 
-def words_of(config: Resolved) -> str:
+def words_of(config: Resolved, *, is_resilient: bool = False) -> str:
     """A layout in the words of its keys; keys that are as usual are left away."""
     parallel, train = config.parallel, config.train
     words = [f"dp {parallel.dp}"]
@@ -165,7 +182,8 @@ def words_of(config: Resolved) -> str:
     if parallel.data == "hybrid":
         words.append(f"hybrid over {parallel.shard_ranks}")
     elif parallel.data == "shard":
-        words.append(f"shard, zero {parallel.zero}")
+        copies = f"{parallel.copies} " + ("copy" if parallel.copies == 1 else "copies")
+        words.append(f"shard, {copies if is_resilient else f'zero {parallel.zero}'}")
     micro = config.train.global_batch_tokens // parallel.dp
     if train.micro_batch_tokens != micro:
         words.append(f"micro-batches of {train.micro_batch_tokens:,}")
@@ -174,15 +192,17 @@ def words_of(config: Resolved) -> str:
     return ", ".join(words)
 
 
-def settings_of(config: Resolved, base: Config) -> list[str]:
+def settings_of(config: Resolved, base: Config, *, is_resilient: bool = False) -> list[str]:
     """The words of `--set` that make this layout of the configuration it was found for."""
     parallel, train = config.parallel, config.train
-    keys = ("tp", "cp", "cp_strategy", "ep", "data", "zero", "sequence", "failed")
+    keys = ("tp", "cp", "cp_strategy", "ep", "data", "sequence", "failed", "copies")
+    is_usual = is_resilient or (base.parallel.zero == "auto" and parallel.zero == WHOLE_STAGE)
     is_whole = train.micro_batch_tokens * parallel.dp == train.global_batch_tokens
     wanted = {
         "parallel": {
             "dp": "auto" if base.parallel.dp == "auto" else parallel.dp,
             **{key: getattr(parallel, key) for key in keys},
+            "zero": "auto" if is_usual else parallel.zero,
             "shard_ranks": parallel.shard_ranks if parallel.data == "hybrid" else "auto",
         },
         "train": {
@@ -198,14 +218,21 @@ def settings_of(config: Resolved, base: Config) -> list[str]:
     ]
 
 
-def candidates(config: Config, num_ranks: int, ranks_per_host: int) -> Iterator[Config]:
+def candidates(
+    config: Config, num_ranks: int, ranks_per_host: int, *, is_resilient: bool = False
+) -> Iterator[Config]:
     """Every way to share the work among the ranks, of which the rules may refuse some. Local."""
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for tp in divisors:
         for cp in (size for size in divisors if num_ranks // tp % size == 0):
             dp = num_ranks // tp // cp
-            for ep in divisors if config.model.experts else [1]:
-                for data, zero, shard_ranks in _sharings(dp * cp, tp, ranks_per_host):
+            for ep in divisors if config.model.experts and not is_resilient else [1]:
+                sharings = (
+                    _resilient_sharings(dp * cp)
+                    if is_resilient
+                    else _sharings(dp * cp, tp, ranks_per_host)
+                )
+                for data, zero, shard_ranks, copies in sharings:
                     parallel = ParallelConfig(
                         dp=dp,
                         tp=tp,
@@ -215,25 +242,35 @@ def candidates(config: Config, num_ranks: int, ranks_per_host: int) -> Iterator[
                         data=data,
                         zero=zero,
                         shard_ranks=shard_ranks,
+                        copies=copies,
+                        lost_replica=config.parallel.lost_replica,
                         sequence=config.parallel.sequence and tp > 1,
                     )
                     yield replace(config, parallel=parallel)
 
 
-_Sharing = tuple[Literal["replicate", "shard", "hybrid"], int, AutoSize]
+_Sharing = tuple[Literal["replicate", "shard", "hybrid"], AutoStage, AutoSize, int]
 
 
 def _sharings(sharers: int, tp: int, ranks_per_host: int) -> Iterator[_Sharing]:
-    """What ranks of dp and cp hold: `data`, `zero` and `shard_ranks`."""
-    usual = ParallelConfig().zero
-    yield "replicate", usual, "auto"
+    """What ranks of dp and cp hold: `data`, `zero`, `shard_ranks` and `copies`."""
+    copies = ParallelConfig().copies
+    yield "replicate", "auto", "auto", copies
     if sharers == 1:
         return
-    yield "shard", usual, "auto"
-    yield "shard", 1, "auto"
+    yield "shard", "auto", "auto", copies
+    yield "shard", 1, "auto", copies
     on_host = max(1, ranks_per_host // tp)
     if on_host < sharers and sharers % on_host == 0 and on_host > 1:
-        yield "hybrid", usual, on_host
+        yield "hybrid", "auto", on_host, copies
+
+
+def _resilient_sharings(sharers: int) -> Iterator[_Sharing]:
+    """The same where ranks may die."""
+    yield "replicate", "auto", "auto", ParallelConfig().copies
+    # As many copies as ranks are replicas.
+    for copies in range(1, min(_MOST_COPIES, sharers - 1) + 1):
+        yield "shard", "auto", "auto", copies
 
 
 @dataclass(frozen=True)
@@ -241,6 +278,7 @@ class _Counting:
     num_ranks: int
     machine: Machine
     replay: Replay | None
+    is_resilient: bool = False
 
     def largest(self, config: Resolved) -> CountedLayout:
         """The layout with the largest micro-batch that fits, and recomputing where none does."""
@@ -269,10 +307,16 @@ class _Counting:
 
     def count(self, config: Resolved) -> CountedLayout:
         """A step of the layout."""
+        batches, resilient = synthetic_batches(config), None
         with _without_warnings():
-            step = count_step(config, synthetic_batches(config))
+            if self.is_resilient:
+                resilient = count_resilient_step(config, batches, self.machine.ranks_per_host)
+                step = resilient.step
+            else:
+                step = count_step(config, batches)
         time = predict_step(step, self.machine, self.num_ranks, self.replay)
-        return CountedLayout(config, step, time, step.memory.peak <= self.machine.memory_bytes)
+        fits = step.memory.peak <= self.machine.memory_bytes
+        return CountedLayout(config, step, time, fits, resilient)
 
 
 @contextmanager
@@ -287,14 +331,22 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def least_memory(config: Resolved, parameters: Mapping[str, int]) -> float:
+def least_memory(
+    config: Resolved, parameters: Mapping[str, int], *, is_resilient: bool = False
+) -> float:
     """Bytes of a rank that parameters, their gradients and averages take at the least. Local.
 
     Args:
         config: The layout.
         parameters: Parameters of the whole model, by kind.
+        is_resilient: True for a run that goes on without ranks that die.
     """
     parallel = config.parallel
+    if is_resilient:
+        # Each rank of tp holds its part of all experts. Fewer ranks than copies have all.
+        own = sum(parameters.values()) / parallel.tp
+        shares = max(1.0, parallel.shard_ranks / parallel.copies)
+        return _kept(own, shares, 1, _AVERAGES[config.train.optimizer])
     experts = parameters.get("experts", 0)
     dense = (sum(parameters.values()) - experts) / parallel.tp
     holders = parallel.dp * parallel.cp * parallel.tp // parallel.ep
@@ -305,7 +357,7 @@ def least_memory(config: Resolved, parameters: Mapping[str, int]) -> float:
     )
 
 
-def _kept(parameters: float, shares: int, zero: int, averages: int) -> float:
+def _kept(parameters: float, shares: float, zero: int, averages: int) -> float:
     weights = 1 / shares if zero == 3 else 1.0
     gradients = 1 / shares if zero >= 2 else 1.0
     return _FLOAT * parameters * (weights + gradients + averages / shares)

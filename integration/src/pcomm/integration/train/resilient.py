@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pcomm.core import Collectives, Group, Groups, Topology
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.errors import ClosedError
-from pcomm.core.process import RankPlace
+from pcomm.core.process import RankPlace, this_host
 from pcomm.core.tensor_parallel import ParamLayout, join_shards, param_layouts_of
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.state import identity_of, planned_shard_views, set_optimizer_step
@@ -82,6 +82,7 @@ class ResilientRun:
         stream: Stream of the progress.
         dtype: Dtype of the parameters.
         timeouts: Time limits of the session; None for its own.
+        host: Name of the machine that this process is lost with; None for `this_host`.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class ResilientRun:
         *,
         dtype: torch.dtype = torch.float32,
         timeouts: Timeouts | None = None,
+        host: str | None = None,
     ) -> None:
+        self._host = host or this_host()
         self.place, self.config, self.run_dir = place, config, run_dir
         self._dtype, self._timeouts = dtype, timeouts
         self.prepared = open_prepared(run_dir)
@@ -143,6 +146,7 @@ class ResilientRun:
                     restore=self._restore,
                     at_end=lambda session: self._end(session, saver),
                     copies=copies,
+                    host=self._host,
                     facts=self._facts(),
                     timeouts=self._timeouts,
                 )

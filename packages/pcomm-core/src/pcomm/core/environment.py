@@ -17,6 +17,7 @@ from pcomm.core.errors import ConfigError, near_misses
 
 __all__ = [
     "CACHE",
+    "HOST",
     "LOCAL_RANKS",
     "LOG",
     "RANKS",
@@ -103,6 +104,12 @@ def _level(text: str) -> str:
     return text
 
 
+def _name(text: str) -> str:
+    if not text.strip():
+        raise ValueError(text)
+    return text.strip()
+
+
 def _folder(text: str) -> str:
     if text not in ("auto", "none") and not os.path.isabs(text):
         raise ValueError(text)
@@ -116,6 +123,14 @@ CACHE: Final = Variable(
     parse=_folder,
     meaning="Where tokens of texts are kept for other runs, if `data.cache` does not say it: "
     "`auto` is `$XDG_CACHE_HOME/pcomm` or `~/.cache/pcomm`, `none` keeps none.",
+)
+HOST: Final = Variable[str | None](
+    name="PCOMM_HOST",
+    accepts="a name",
+    default=None,
+    parse=_name,
+    meaning="The machine that this process is lost with, where its hostname is not that: the node "
+    "of a Kubernetes pod. Copies of optimizer state go to different ones.",
 )
 LOG: Final = Variable(
     name="PCOMM_LOG",
@@ -156,6 +171,7 @@ STORE: Final = Variable[tuple[str, int] | None](
 )
 VARIABLES: Final[tuple[Variable[Any], ...]] = (
     CACHE,
+    HOST,
     LOG,
     RANKS,
     STORE,

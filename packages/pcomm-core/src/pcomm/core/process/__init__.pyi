@@ -2,6 +2,7 @@ from pcomm.core.process.launch import Answer as Answer
 from pcomm.core.process.launch import Messages as Messages
 from pcomm.core.process.launch import RankError as RankError
 from pcomm.core.process.launch import portable_error as portable_error
+from pcomm.core.process.launchers import this_host as this_host
 from pcomm.core.process.local_ranks import LocalRanks as LocalRanks
 from pcomm.core.process.local_ranks import RankSession as RankSession
 from pcomm.core.process.local_ranks import run_local as run_local

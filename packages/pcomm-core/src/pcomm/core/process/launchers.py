@@ -1,15 +1,16 @@
-"""Which rank a process is, as the launcher that started it says in the environment."""
+"""Which rank a process is, and on which host, as its launcher says in the environment."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pcomm.core import environment
 from pcomm.core.errors import ConfigError
 
-__all__ = ["launched_place"]
+__all__ = ["launched_place", "this_host"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,26 @@ def launched_place(
                 sizes[one.size] = _number(variables, one.size)
     _check_told(ranks, sizes)
     return next(iter(ranks.values())), next(iter(sizes.values()))
+
+
+# Slurm's own name of the node, whatever hostname a container has.
+_NODE_OF_SLURM = "SLURMD_NODENAME"
+
+
+def this_host(environ: Mapping[str, str] | None = None) -> str:
+    """Name of the machine that this process is lost with. Local.
+
+    `PCOMM_HOST`, or what Slurm tells in `SLURMD_NODENAME`, or the hostname.
+
+    Args:
+        environ: Variables to read; `os.environ` if absent.
+
+    Raises:
+        ConfigError: `PCOMM_HOST` is empty.
+    """
+    variables = os.environ if environ is None else environ
+    own = environment.read(environment.HOST, variables)
+    return own or variables.get(_NODE_OF_SLURM) or socket.gethostname()
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:

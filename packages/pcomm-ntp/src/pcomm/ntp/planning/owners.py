@@ -1,9 +1,10 @@
 """Which ranks own the optimizer's state of which units: a few of those that hold the weights.
 
 A range of units that several ranks hold is cut among them, so that each unit has as many owners as
-there are copies, on different hosts. An owner has the state of its units, and computes their step;
-the others that hold them get the weights. Who owned a unit and is still there goes on to own it, as
-far as no rank owns more than its share: what moves after a death is what the dead had.
+there are copies: on different hosts, as far as there are so many, else on different ranks. An owner
+has the state of its units, and computes their step; the others that hold them get the weights. Who
+owned a unit and is still there goes on to own it, as far as no rank owns more than its share: what
+moves after a death is what the dead had.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import NamedTuple
 from pcomm.core.errors import ConfigError, TopologyError
 from pcomm.core.topology import Topology
 from pcomm.ntp.planning.plan import NtpPlan
+from pcomm.ntp.planning.survival import Survival
 
-__all__ = ["Hosts", "Intervals", "OwnedRange", "Owners", "UnitSizes", "merged"]
+__all__ = ["Hosts", "Intervals", "OwnedRange", "Owners", "UnitSizes", "check_copies", "merged"]
 
 Intervals = tuple[tuple[int, int], ...]
 """Ranges of units, ascending and apart: first unit, and the unit after the last one."""
@@ -48,7 +50,7 @@ class OwnedRange(NamedTuple):
     Attributes:
         start: First unit.
         stop: The unit after the last one.
-        owners: Global ranks, ascending, each on another host.
+        owners: Global ranks, ascending, on as many hosts as can be.
     """
 
     start: int
@@ -72,14 +74,7 @@ class Hosts:
     names: Mapping[int, str]
 
     def __post_init__(self) -> None:
-        if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 1:
-            raise ConfigError(
-                f"Session: copies={self.copies!r}",
-                found="something other than a whole number of at least 1",
-                why="It is the number of ranks that have the optimizer's state of a unit.",
-                fix="Give 2 to survive the death of any one host, 1 to go back to a checkpoint, or "
-                "None for the state of a unit on each rank that holds it.",
-            )
+        check_copies(self.copies)
 
     @classmethod
     def of(cls, topology: Topology, copies: int, names: Mapping[int, str] | None = None) -> Hosts:
@@ -101,6 +96,22 @@ class Hosts:
                 fix="Name the host of each rank, or none for each replica as a host.",
             )
         return cls(copies, dict(names))
+
+
+def check_copies(copies: object) -> None:
+    """Refuse a number of owners that is none. Local.
+
+    Raises:
+        ConfigError: Fewer than one, or no whole number.
+    """
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise ConfigError(
+            f"Session: copies={copies!r}",
+            found="something other than a whole number of at least 1",
+            why="It is the number of ranks that have the optimizer's state of a unit.",
+            fix="Give 2 to survive the death of any one host, 1 to go back to a checkpoint, or "
+            "None for the state of a unit on each rank that holds it.",
+        )
 
 
 class Owners:
@@ -192,10 +203,14 @@ class Owners:
             found[name] = tuple(own)
         return found
 
-    @property
-    def fewest(self) -> int:
-        """Owners of the unit that has fewest; 0 where nothing is owned."""
-        return min((len(one.owners) for own in self.ranges.values() for one in own), default=0)
+    def survival(self, hosts: Hosts) -> Survival:
+        """What may be lost while an owner of each unit is left. Local.
+
+        Args:
+            hosts: Host of each rank.
+        """
+        owners = (one.owners for own in self.ranges.values() for one in own)
+        return Survival.of(owners, hosts.names)
 
     def elements(self, rank: int) -> int:
         """Number of elements that a rank owns."""
@@ -278,14 +293,46 @@ def _joined(runs: Sequence[OwnedRange]) -> tuple[OwnedRange, ...]:
     return tuple(found)
 
 
+_Place = tuple[str, int]
+"""A host, and which of its parts, where each of these counts as one."""
+
+
+def _places(ranks: Sequence[int], hosts: Hosts) -> dict[int, _Place]:
+    """Where each rank is; a unit has one owner at a place.
+
+    Where there are fewer hosts than copies, ranks of a host are in several places.
+    """
+    numbers = Counter[str]()
+    number: dict[int, int] = {}
+    for rank in ranks:
+        number[rank] = numbers[hosts.names[rank]]
+        numbers[hosts.names[rank]] += 1
+    parts = -(-hosts.copies // len(numbers))
+    is_apart = sum(min(parts, count) for count in numbers.values()) >= hosts.copies
+    if len(numbers) == 1 or not is_apart:
+        # Any two ranks; there may be too few of these, too.
+        parts = max(numbers.values())
+    return {rank: (hosts.names[rank], number[rank] % parts) for rank in ranks}
+
+
+def _apart(run: OwnedRange, place_of: Mapping[int, _Place], left: dict[int, int]) -> OwnedRange:
+    """A run with one owner at a place: there were fewer places when it was dealt out."""
+    first: dict[_Place, int] = {}
+    for rank in run.owners:
+        if first.setdefault(place_of[rank], rank) != rank:
+            left[rank] += run.stop - run.start
+    return run._replace(owners=tuple(sorted(first.values())))
+
+
 def _dealt(
     runs: list[OwnedRange], ranks: Sequence[int], hosts: Hosts, loads: Mapping[int, int]
 ) -> list[OwnedRange]:
     """Owners of a range that all of `ranks` hold, of which `runs` tells who stays."""
     length = sum(one.stop - one.start for one in runs)
-    on_host: dict[str, list[int]] = {}
+    place_of = _places(ranks, hosts)
+    on_host: dict[_Place, list[int]] = {}
     for rank in ranks:
-        on_host.setdefault(hosts.names[rank], []).append(rank)
+        on_host.setdefault(place_of[rank], []).append(rank)
     copies = min(hosts.copies, len(on_host))
     had = dict.fromkeys(ranks, 0)
     for one in runs:
@@ -296,6 +343,7 @@ def _dealt(
     runs = _trimmed(runs, {one: had[one] - left[one] for one in ranks if had[one] > left[one]})
     for rank in ranks:
         left[rank] -= min(had[rank], left[rank])
+    runs = [_apart(one, place_of, left) for one in runs]
     found: list[OwnedRange] = []
     # Hosts that get more. Where their shares do not do, the others get more than theirs.
     wanting = list(on_host)
@@ -304,7 +352,7 @@ def _dealt(
         if need <= 0:
             found.append(one)
             continue
-        taken = {hosts.names[rank] for rank in one.owners}
+        taken = {place_of[rank] for rank in one.owners}
         length = one.stop - one.start
         shares = {host: sum(left[rank] for rank in on_host[host]) for host in wanting}
         wanting = [host for host, share in shares.items() if share > 0]
@@ -316,7 +364,7 @@ def _dealt(
     for rank in ranks:
         # One unit more than others is rounding, for which nothing moves.
         if left[rank] < -1:
-            found = _relieved(found, rank, hosts, left)
+            found = _relieved(found, rank, place_of, left)
     return found
 
 
@@ -358,7 +406,7 @@ def _shares(
 
 
 def _relieved(
-    runs: list[OwnedRange], rank: int, hosts: Hosts, left: dict[int, int]
+    runs: list[OwnedRange], rank: int, place_of: Mapping[int, _Place], left: dict[int, int]
 ) -> list[OwnedRange]:
     """Give units of a rank that owns more than its share to others that own less."""
     found: list[OwnedRange] = []
@@ -367,8 +415,8 @@ def _relieved(
             found.append(one)
             continue
         others = tuple(own for own in one.owners if own != rank)
-        taken = {hosts.names[own] for own in others}
-        able = [own for own in left if left[own] > 0 and hosts.names[own] not in taken]
+        taken = {place_of[own] for own in others}
+        able = [own for own in left if left[own] > 0 and place_of[own] not in taken]
         start = one.start
         for other in able:
             count = min(-left[rank], left[other], one.stop - start)

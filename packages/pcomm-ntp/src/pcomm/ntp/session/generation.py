@@ -19,7 +19,6 @@ from pcomm.core.errors import LayoutError, PeerTimeoutError, TopologyError
 from pcomm.core.groups.spec import CommOptions
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
-from pcomm.ntp.planning.owners import Hosts
 from pcomm.ntp.planning.plan import NtpPlan, plan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.redistribute import Moved
@@ -55,8 +54,9 @@ class Job:
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
         timeouts: Time limits.
         device: Device of tensors between ranks.
-        hosts: Host of each rank, and the number of owners of each unit's optimizer state; None
-            where every rank that holds a unit has it.
+        copies: Number of owners of each unit's optimizer state; None where every rank that holds a
+            unit has it.
+        has_hosts: True if each rank tells its host; else each replica counts as one.
     """
 
     topology: Topology
@@ -72,7 +72,8 @@ class Job:
     facts: Mapping[str, str]
     timeouts: Timeouts
     device: torch.device
-    hosts: Hosts | None = None
+    copies: int | None = None
+    has_hosts: bool = False
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
@@ -122,14 +123,6 @@ class Job:
         """The groups of the caller for a plan."""
         return tuple(self.groups(made) if callable(self.groups) else self.groups)
 
-    def _copies(self) -> str:
-        """Number of copies, and a digest of the hosts."""
-        if self.hosts is None:
-            return "all"
-        names = json.dumps(sorted(self.hosts.names.items())).encode()
-        digest = hashlib.blake2b(names, digest_size=8).hexdigest()
-        return f"{self.hosts.copies} on hosts {digest}"
-
     def all_facts(self) -> dict[str, str]:
         """Facts that a process shares with those of its job, by name."""
         units = {name: str(own) for name, own in self.units.items()}
@@ -142,7 +135,8 @@ class Job:
             "units": digest.hexdigest(),
             "policy": str(self.policy),
             "strategy": self.strategy,
-            "copies": self._copies(),
+            "copies": "all" if self.copies is None else str(self.copies),
+            "hosts": "those that ranks tell" if self.has_hosts else "replicas",
             **{name: str(fact) for name, fact in self.facts.items()},
         }
 

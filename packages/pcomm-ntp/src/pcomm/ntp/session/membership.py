@@ -41,6 +41,7 @@ class Membership:
         facts: Facts that must be the same on all ranks.
         timeouts: Time limits.
         incarnation: Number of processes that had the rank before.
+        host: Host of this process, which it tells the others; None where each replica is one.
         is_spare: True for a process that waits for any place, however long.
         are_enough: Function that tells whether these ranks can begin the job again from its
             checkpoint when no other one is left; None where there is no checkpoint.
@@ -66,11 +67,13 @@ class Membership:
         timeouts: Timeouts,
         incarnation: int = 0,
         *,
+        host: str | None = None,
         is_spare: bool = False,
         are_enough: Callable[[tuple[int, ...]], bool] | None = None,
     ) -> None:
         self._incarnation, self._is_spare = incarnation, is_spare
-        self._connect, self.rank, self._places = connect, rank, frozenset(places)
+        self._connect, self.rank, self._places = connect, rank, dict(places)
+        self._host = host
         self._spares, self._are_enough = Spares(places), are_enough
         self._facts, self._timeouts = dict(facts), timeouts
         self.records = Records(connect())
@@ -367,6 +370,17 @@ class Membership:
         """End the thread. Local."""
         self.watch.close()
 
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank of the generation, once all have entered it. Local.
+
+        Raises:
+            FencedError: They are forgotten, since the others have gone on.
+        """
+        found = self.records.hosts(self.number, self.ranks)
+        if len(found) < len(self.ranks):
+            self.check_fence()
+        return found
+
     # -- newcomers ---------------------------------------------------------------------------
 
     def wants_in(self) -> bool:
@@ -472,6 +486,8 @@ class Membership:
 
     def _begin(self) -> None:
         self.records.say_reach(self.number, self.rank, self.watch.reach.address)
+        host = self._host or f"replica {self._places[self.rank]}"
+        self.records.say_host(self.number, self.rank, host)
         self.watch.enter(self.number, self.ranks, self.incarnations, self.processes)
 
     def _fenced(self, decision: Decision, number: int) -> FencedError:

@@ -13,6 +13,7 @@
 | `done/G/RANK` | each rank at the end | that it has no step left |
 | `over/G` | the first of these | the rank, and how many steps it has applied |
 | `reach/G/RANK` | each rank | the address at which others try to connect |
+| `host/G/RANK` | each rank | the host that it is lost with |
 | `unreached/G/RANK` | a rank after a failure | the ranks that it cannot connect to |
 | `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer in G needs beside tensors |
 | `beat/G/RANK` | each rank's thread | heartbeats |
@@ -52,7 +53,7 @@ __all__ = [
 
 # What ranks write of themselves, and below their control: agreements, and addresses of groups.
 _OF_A_GENERATION = re.compile(
-    "pcomm/(?:session/(?:said|diverged|left|silent|done|over|reach|unreached|plan|scalars|beat)/)?"
+    "pcomm/(?:session/(?:said|diverged|left|silent|done|over|reach|host|unreached|plan|scalars|beat)/)?"
     r"(\d+)(?:/|$)"
 )
 
@@ -228,6 +229,15 @@ class Records:
     def reach(self, generation: int, ranks: Sequence[int]) -> dict[int, str]:
         """The addresses of those of `ranks` that have written one."""
         texts = {rank: self._get(f"reach/{generation}/{rank}") for rank in ranks}
+        return {rank: text for rank, text in texts.items() if text is not None}
+
+    def say_host(self, generation: int, rank: int, host: str) -> None:
+        """Write the host of this rank."""
+        self._set(f"host/{generation}/{rank}", host)
+
+    def hosts(self, generation: int, ranks: Sequence[int]) -> dict[int, str]:
+        """The hosts of those of `ranks` that have written theirs."""
+        texts = {rank: self._get(f"host/{generation}/{rank}") for rank in ranks}
         return {rank: text for rank, text in texts.items() if text is not None}
 
     def say_unreached(self, generation: int, rank: int, found: Mapping[int, str]) -> None:

@@ -71,7 +71,7 @@ class Recovery:
 
     def __init__(self, job: Job, membership: Membership) -> None:
         self._job, self._membership = job, membership
-        self._transfer = StateTransfer(job.device, job.restore, membership, job.hosts)
+        self._transfer = StateTransfer(job.device, job.restore, membership, job.copies)
         self.held: GenerationState | None = None
         self._complete: GenerationState | None = None
         self.opened: Opened | None = None
@@ -385,7 +385,7 @@ class Recovery:
         if rank in made.idle_ranks:
             return None
         built = self._job.build(made, opened.groups, rank)
-        has_owners = self._job.hosts is not None
+        has_owners = self._job.copies is not None
         built = check_built(built, made, is_start=is_start, has_owners=has_owners)
         # Those of an attempt that failed, where the model is that of the generation before.
         built.model.zero_grad(set_to_none=True)

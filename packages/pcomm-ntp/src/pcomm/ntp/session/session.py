@@ -19,7 +19,7 @@ from pcomm.core.process import RankPlace
 from pcomm.core.process.world import ANYWHERE, reachable_interface
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
-from pcomm.ntp.planning.owners import Hosts
+from pcomm.ntp.planning.owners import check_copies
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.redistribute import StateLostError
@@ -88,12 +88,14 @@ class Session:
         failures: Ranks that are gone from the start, and may join.
         groups: Further groups of the model, or a function that makes them from a plan.
         strategy: Strategy by which gradients are summed; see `GradSync`.
-        copies: Number of ranks, on different hosts, that have the optimizer's state of each unit,
-            and compute its step; the others that hold it get the weights. `optimizer` then has
-            parameters of its own, in the groups that it was built with: the parts that this rank
-            owns. Set learning rates from `step.number` before `commit`: what comes behind it may be
-            left out where a rank dies while weights travel. None for the state on each rank.
-        hosts: Host of each rank, for `copies`; by default each coordinate on `dp` is one.
+        copies: Number of ranks that have the optimizer's state of each unit, and compute its step:
+            on different hosts, where there are as many; the others that hold it get the weights.
+            `optimizer` then has parameters of its own, in the groups that it was built with: the
+            parts that this rank owns. Set learning rates from `step.number` before `commit`: what
+            comes behind it may be left out where a rank dies while weights travel. None for the
+            state on each rank.
+        host: Name of the machine that this process is lost with, for `copies`; the ranks tell each
+            other theirs. On all ranks or on none: then each coordinate on `dp` counts as one.
         restore: Function of a plan, model and optimizer that loads a checkpoint and returns its
             step; called on ranks with units when the job starts, and when a state is lost.
         at_end: Function of the session that `close` calls on each rank with units, such as to save
@@ -145,7 +147,7 @@ class Session:
         groups: Sequence[Spec] | Callable[[NtpPlan], Sequence[Spec]] = (),
         strategy: Strategy = "interval",
         copies: int | None = None,
-        hosts: Mapping[int, str] | None = None,
+        host: str | None = None,
         restore: Restore | None = None,
         at_end: Callable[[Session], None] | None = None,
         facts: Mapping[str, str] | None = None,
@@ -162,6 +164,8 @@ class Session:
                 why="Owners send weights to the other ranks that hold them.",
                 fix='Use strategy="interval", or copies=None.',
             )
+        if copies is not None:
+            check_copies(copies)
         own_device = _device_of(backend, torch.device(device))
         limits = timeouts or Timeouts(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
         others: tuple[str, ...] = ()
@@ -198,7 +202,8 @@ class Session:
             failures=failures or Failures(),
             groups=groups if callable(groups) else tuple(groups),
             strategy=strategy,
-            hosts=None if copies is None else Hosts.of(topology, copies, hosts),
+            copies=copies,
+            has_hosts=host is not None,
             backend=backend,
             restore=restore,
             has_end=at_end is not None,
@@ -217,6 +222,7 @@ class Session:
                 self._job.all_facts(),
                 limits,
                 incarnation,
+                host=host,
                 is_spare=is_spare,
                 are_enough=None if restore is None else self._job.has_plan,
             )

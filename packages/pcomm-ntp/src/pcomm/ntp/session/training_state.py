@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.core.tensor_parallel.optimizers import first_mixed, known_mixed
-from pcomm.ntp.planning.owners import Hosts, Owners
+from pcomm.ntp.planning.owners import Hosts, Owners, UnitSizes
 from pcomm.ntp.planning.plan import NtpPlan
+from pcomm.ntp.planning.survival import Survival
 from pcomm.ntp.redistribute import Moved, redistribute, state_tensors
 from pcomm.ntp.redistribute.named_tensors import parameter_name
 from pcomm.ntp.redistribute.planned_moves import OwnedState
@@ -224,8 +225,8 @@ class StateTransfer:
         device: Device of tensors between ranks.
         restore: Function that loads a checkpoint; None where there is none.
         membership: This process as a member of the job.
-        hosts: Host of each rank, and the number of owners of each unit; None where every rank has
-            the optimizer's state of its units.
+        copies: Number of owners of each unit; None where every rank has the optimizer's state of
+            its units.
     """
 
     def __init__(
@@ -233,10 +234,11 @@ class StateTransfer:
         device: torch.device,
         restore: Restore | None,
         membership: Membership,
-        hosts: Hosts | None = None,
+        copies: int | None = None,
     ) -> None:
         self._device, self._restore, self._membership = device, restore, membership
-        self._hosts = hosts
+        self._copies = copies
+        self._told = Survival(copies or 0, copies or 0)
 
     def publish(self, point: ResumePoint, held: GenerationState | None) -> None:
         """Write what newcomers need; for each stage one rank does, that has its state. Local.
@@ -345,7 +347,7 @@ class StateTransfer:
         self, point: ResumePoint, held: GenerationState | None, old: NtpPlan, made: NtpPlan
     ) -> OwnedState | None:
         """Owners before and after; the same on all ranks of a stage. Local."""
-        if self._hosts is None:
+        if self._copies is None:
             return None
         member = self._membership
         before = None if held is None else held.owners
@@ -355,17 +357,25 @@ class StateTransfer:
             if text is None:
                 member.check_fence()
             before = Owners.from_json(text or "{}")
-        alive = _with_units(point, old)
-        new = Owners.deal(made, member.rank, before.sizes, self._hosts, before=before, alive=alive)
-        if new.fewest < self._hosts.copies <= before.fewest and member.rank == min(member.ranks):
-            _log.warning(
-                "optimizer state has %d owners of a unit from now on, and not %d, since fewer "
-                "hosts are left: the death of %s goes back to the checkpoint",
-                new.fewest,
-                self._hosts.copies,
-                "one more host" if new.fewest == 1 else f"{new.fewest} more hosts",
-            )
+        new = self._deal(made, self._copies, before.sizes, before, _with_units(point, old))
         return OwnedState(before, new, point.whole())
+
+    def _deal(
+        self,
+        made: NtpPlan,
+        copies: int,
+        sizes: Mapping[str, UnitSizes],
+        before: Owners | None = None,
+        alive: Collection[int] = (),
+    ) -> Owners:
+        """Owners on the hosts that the ranks have told; warns where fewer may be lost. Local."""
+        member = self._membership
+        hosts = Hosts(copies, member.hosts())
+        new = Owners.deal(made, member.rank, sizes, hosts, before=before, alive=alive)
+        found, told, self._told = new.survival(hosts), self._told, new.survival(hosts)
+        if found.is_less(told) and member.rank == min(made.stage_ranks(member.rank)):
+            _log.warning("optimizer state from now on: %s", found.describe())
+        return new
 
     def first_owners(
         self, made: NtpPlan, built: TrainState | None
@@ -376,10 +386,10 @@ class StateTransfer:
             made: Plan of the generation.
             built: Model and optimizer; None on a rank without units.
         """
-        if self._hosts is None or built is None:
+        if self._copies is None or built is None:
             return built, None
         sizes = unit_sizes(made, built.model, built.optimizer, built.layouts)
-        owners = Owners.deal(made, self._membership.rank, sizes, self._hosts)
+        owners = self._deal(made, self._copies, sizes)
         return self._with_owners(made, built, owners), owners
 
     def _with_owners(self, made: NtpPlan, built: TrainState, owners: Owners) -> TrainState:

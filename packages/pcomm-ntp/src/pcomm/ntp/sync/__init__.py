@@ -1,1 +1,5 @@
-"""Gradients of replicas with different degrees, summed during backward."""
+"""Sums of gradients over replicas of different degrees, and optimizers whose state has owners."""
+
+from pcomm.core.face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,1 @@
+from pcomm.ntp.planning.survival import Survival as Survival
