@@ -244,9 +244,12 @@ def ask(url: str, draw: random.Random, ends: threading.Event, answered: threadin
                 ends.wait(0.02)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.soak)])
-def test_kills_at_random_moments_under_eight_clients_leave_nothing_behind(kills, run):
-    draw, ends, answered = random.Random(kills), threading.Event(), threading.Event()
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(3, 0), *(pytest.param(50, n, marks=pytest.mark.soak) for n in range(4))]
+)
+def test_kills_at_random_moments_under_eight_clients_leave_nothing_behind(kills, seed, run):
+    """The long form makes 200 kills: 50 from each of four seeds."""
+    draw, ends, answered = random.Random(seed), threading.Event(), threading.Event()
     with (
         LLM(run, max_model_len=256, **OPTIONS) as llm,
         LiveServer(llm, restarts=kills, restart_pause_s=1e-8) as server,
@@ -256,7 +259,8 @@ def test_kills_at_random_moments_under_eight_clients_leave_nothing_behind(kills,
         expected = post(f"{url}/v1/completions", json=BODY).json()["choices"][0]["text"]
         before, counts = Living.now(), (len(os.listdir("/proc/self/fd")), shared_memory())
         clients = [
-            pool.submit(ask, url, random.Random(place), ends, answered) for place in range(8)
+            pool.submit(ask, url, random.Random(8 * seed + place), ends, answered)
+            for place in range(8)
         ]
         try:
             for number in range(kills):

@@ -181,6 +181,21 @@ def test_the_command_says_its_address_and_ends_by_a_signal(number: signal.Signal
     assert not [pid for pid in children if is_running(int(pid))]
 
 
+def test_the_command_ends_with_the_process_that_started_it() -> None:
+    program = "from pcomm.core.cli import main; raise SystemExit(main())"
+    starts = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    store = [sys.executable, "-c", program, "store", "--port", 0, "--with-parent"]
+    with Programs() as programs:
+        parent = programs.start(sys.executable, "-c", starts, *store)
+        assert parent.stdout is not None
+        assert parent.stdout.readline().startswith("store at ")
+        parent.kill()
+        # The store has the other ends of the pipes: until it ends, this waits.
+        _, told = parent.communicate(timeout=scaled_s(PATIENCE_S))
+    assert parent.returncode == -signal.SIGKILL
+    assert "the store ends by SIGTERM" in told
+
+
 def _wait_for_nothing(place: RankPlace) -> None:
     with pytest.raises(Exception, match=r"[Cc]onnection|recv"):
         place.store(timeout_s=3600).get("nothing")

@@ -23,7 +23,7 @@ from pcomm.ntp.session import Timeouts
 
 pytestmark = pytest.mark.soak
 
-JOBS, KILLS = 34, 3
+JOBS, KILLS = 67, 3
 
 
 def random_faults(generator: random.Random) -> list[Fault]:
@@ -43,6 +43,7 @@ def random_faults(generator: random.Random) -> list[Fault]:
 
 @pytest.mark.parametrize("seed", range(JOBS))
 def test_kills_at_random_points(seed: int) -> None:
+    """Three kills in each of 67 jobs: 201 kills in all."""
     faults = random_faults(random.Random(seed))
     with ResilientRanks(6, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (Topology({"dp": 2, "tp": 3}), 7, faults))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import signal
 import socket
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError
@@ -18,6 +21,7 @@ __all__ = ["StoreCommand", "command", "open_store"]
 
 # As torch has it.
 _BACKLOG = 2048
+_LOOK_S = 0.5
 
 
 def open_store(host: str, port: int) -> dist.TCPStore:
@@ -91,13 +95,20 @@ class StoreCommand:
             metavar="ADDRESS",
             help="name or address of this machine at which it listens; 0.0.0.0: on all networks",
         )
+        parser.add_argument(
+            "--with-parent",
+            action="store_true",
+            help="end when the process that started it has ended, even by SIGKILL: a batch script "
+            "that is gone leaves no store behind (default: only by a signal)",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the address in one line, and wait for the signal.
 
         Returns:
-            0 after SIGTERM or Ctrl-C.
+            0 after SIGTERM or Ctrl-C, or after the parent with `--with-parent`.
         """
+        parent = os.getppid()
         # Before torch starts threads, which take over what is blocked.
         ends = {signal.SIGTERM, signal.SIGINT}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
@@ -105,12 +116,21 @@ class StoreCommand:
             store = open_store(arguments.host, arguments.port)
             host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
             print(f"store at {host}:{store.port}, without a password", flush=True)
+            if arguments.with_parent:
+                threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
             number = signal.sigwait(ends)
             print(f"the store ends by {signal.Signals(number).name}", file=sys.stderr)
             del store
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return 0
+
+
+def _end_after(parent: int) -> None:
+    """Send SIGTERM to this process once its parent is another one."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 command = StoreCommand()
