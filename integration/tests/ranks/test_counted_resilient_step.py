@@ -13,7 +13,7 @@ from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 from pcomm.integration.config.rules import validate_resilient
 from pcomm.integration.config.sections import CheckpointConfig, ParallelConfig
 from pcomm.integration.data.preparation import open_prepared
-from pcomm.integration.forecast.resilient_step import count_resilient_step
+from pcomm.integration.forecast.resilient_step import count_resilient_step, state_bytes
 from pcomm.integration.train.loop import batches_of
 from pcomm.ntp.planning import Survival
 
@@ -45,6 +45,10 @@ def test_memory_and_traffic_are_those_of_a_session(tmp_path, case):
     assert counted.survival == survival
     memory = counted.step.memory
     assert (memory.weights, memory.optimizer) == (seen.weights, seen.optimizer)
+    # Beside that there is the count of steps of each parameter.
+    *whole, optimizer = state_bytes(resolved)
+    assert whole == [memory.weights, memory.all_gradients]
+    assert 0 <= memory.optimizer - optimizer < 200
     sent = counted.step.sent()
     assert {key: num for key, num in seen.sent.items() if key in sent and num} == {
         key: num for key, num in sent.items() if num

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from pcomm.core import GroupSpec, Topology
 from pcomm.integration.config.sections import Resolved
 from pcomm.integration.config.units import units_of_model
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.forecast.counted_step import CountedStep, StepCounter
-from pcomm.integration.forecast.lone_rank import lone_world
 from pcomm.integration.parallelize import PLANNED_NAMES, build_model
 from pcomm.integration.replicas import PlannedReplicas, group_names, group_specs
 from pcomm.integration.train.optimizers import ParameterKinds, make_optimizer
@@ -25,7 +27,7 @@ from pcomm.ntp import (
 from pcomm.ntp.planning import Survival
 from pcomm.ntp.sync import OwnedOptimizer
 
-__all__ = ["ResilientStep", "count_resilient_step"]
+__all__ = ["ResilientStep", "count_resilient_step", "state_bytes"]
 
 _SUMS = "sums of gradients"
 
@@ -71,38 +73,20 @@ def count_resilient_step(
     Raises:
         PcommError: What a rank of the real run raises when it builds the model.
     """
-    parallel, counter = config.parallel, StepCounter()
-    topology = Topology({"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp})
-    units = units_of_model(config.model, config.data.vocabulary)
-    made = plan(topology, Failures(), units, Policy(drops_replicas=True))
-    world = lone_world(topology.world_size)
-    specs: tuple[str | GroupSpec, ...] = ("tp", *group_specs(made, ()), *grad_groups(made))
-    opened = counter.open_groups(topology, specs)
-    groups = opened.relabelled(group_names(made, world.rank, PLANNED_NAMES))
-    hosts = {rank: str(rank // ranks_per_host) for rank in topology.ranks}
+    counter = StepCounter()
     with counter.counting():
-        model = build_model(config, groups, world.device, form=made.form(0))
-        kinds = ParameterKinds.of(model)
-        optimizer = make_optimizer(model.named_parameters(), kinds, config.train)
-        sync = GradSync(made, model, opened, rank=world.rank)
-        owned = OwnedOptimizer(
-            made,
-            opened,
-            world.rank,
-            model,
-            optimizer,
-            copies=parallel.copies if parallel.data == "shard" else None,
-            hosts=hosts,
-        )
-        replicas = PlannedReplicas(model, sync, made, world.rank)
+        rank = _LoneRank(config, counter, ranks_per_host)
+        model, made, owned = rank.model, rank.plan, rank.owned
+        sync = GradSync(made, model, rank.opened, rank=0)
+        replicas = PlannedReplicas(model, sync, made, 0)
         trainer = Trainer(
             model,
-            groups,
+            rank.groups,
             config,
             batches,
             plan=made,
             replicas=replicas,
-            optimizer=optimizer,
+            optimizer=owned.optimizer,
             compares=False,
         )
         for index in range(2):
@@ -116,8 +100,65 @@ def count_resilient_step(
             before = counter.sent_bytes
             owned.gather_weights()
             weight_bytes = counter.sent_bytes - before
-        states = [s for state in optimizer.state.values() for s in state.values()]
+        states = [s for state in owned.optimizer.state.values() for s in state.values()]
         # Of parts that are no views of the weights.
-        states += [part for group in optimizer.param_groups for part in group["params"]]
+        states += rank.parts
         step = counter.counted(list(model.parameters()), states)
-    return ResilientStep(step, weight_bytes, owned.survival, len(set(hosts.values())))
+    return ResilientStep(step, weight_bytes, owned.survival, rank.num_hosts)
+
+
+def state_bytes(config: Resolved) -> tuple[int, int, int]:
+    """Bytes of the weights, gradients and optimizer of rank 0 between two steps. Local.
+
+    Counted without a step, in a second: what activations take comes to it.
+
+    Args:
+        config: Configuration of `validate_resilient`, with AdamW.
+    """
+    counter = StepCounter()
+    with counter.counting():
+        rank = _LoneRank(config, counter, 1)
+    weights = {p.untyped_storage()._cdata: p.nbytes for p in rank.model.parameters()}
+    copied = [p for p in rank.parts if p.untyped_storage()._cdata not in weights]
+    averages = 2 * sum(part.nbytes for part in rank.parts)
+    own = sum(weights.values())
+    return own, own, averages + sum(part.nbytes for part in copied)
+
+
+class _LoneRank:
+    """Rank 0 of a resilient run whose other ranks are not there.
+
+    Args:
+        config: Configuration of `validate_resilient`.
+        counter: Counts what is sent.
+        ranks_per_host: Ranks on one host, of which neighbours share one.
+    """
+
+    def __init__(self, config: Resolved, counter: StepCounter, ranks_per_host: int) -> None:
+        parallel = config.parallel
+        topology = Topology({"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp})
+        units = units_of_model(config.model, config.data.vocabulary)
+        self.plan = plan(topology, Failures(), units, Policy(drops_replicas=True))
+        specs: list[str | tuple[str, str] | GroupSpec] = ["tp"]
+        specs += [*group_specs(self.plan, ()), *grad_groups(self.plan)]
+        self.opened = counter.open_groups(topology, specs)
+        self.groups = self.opened.relabelled(group_names(self.plan, 0, PLANNED_NAMES))
+        self.model = build_model(config, self.groups, torch.device("cpu"), form=self.plan.form(0))
+        kinds = ParameterKinds.of(self.model)
+        hosts = {rank: str(rank // ranks_per_host) for rank in topology.ranks}
+        self.num_hosts = len(set(hosts.values()))
+        self.owned = OwnedOptimizer(
+            self.plan,
+            self.opened,
+            0,
+            self.model,
+            make_optimizer(self.model.named_parameters(), kinds, config.train),
+            copies=parallel.copies if parallel.data == "shard" else None,
+            hosts=hosts,
+        )
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What the optimizer has of each parameter."""
+        groups = self.owned.optimizer.param_groups
+        return [part for group in groups for part in group["params"]]
