@@ -513,7 +513,7 @@ class ResolvedParallel(ParallelConfig):
 
     dp: Size = Field(...)
     shard_ranks: Size = Field(...)
-    zero: Stage = Field(...)
+    zero: Stage = WHOLE_STAGE
 
 
 @section("train")

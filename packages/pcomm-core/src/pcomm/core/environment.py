@@ -105,7 +105,7 @@ def _level(text: str) -> str:
 
 
 def _name(text: str) -> str:
-    if not text.strip():
+    if len(text.split()) != 1:
         raise ValueError(text)
     return text.strip()
 
@@ -126,7 +126,7 @@ CACHE: Final = Variable(
 )
 HOST: Final = Variable[str | None](
     name="PCOMM_HOST",
-    accepts="a name",
+    accepts="a name without spaces",
     default=None,
     parse=_name,
     meaning="The machine that this process is lost with, where its hostname is not that: the node "
