@@ -53,9 +53,10 @@ def test_the_place_that_a_launcher_tells(environ, options, expected):
 def test_the_host_is_that_of_the_node_where_something_tells_it():
     assert this_host({}) == socket.gethostname()
     assert this_host({"SLURMD_NODENAME": "n1"}) == "n1"
-    assert this_host({"SLURMD_NODENAME": "n1", "PCOMM_HOST": "rack 2"}) == "rack 2"
-    with pytest.raises(ConfigError, match="PCOMM_HOST"):
-        this_host({"PCOMM_HOST": " "})
+    assert this_host({"SLURMD_NODENAME": "n1", "PCOMM_HOST": "rack-2"}) == "rack-2"
+    for wrong in (" ", "rack 2"):
+        with pytest.raises(ConfigError, match="PCOMM_HOST"):
+            this_host({"PCOMM_HOST": wrong})
 
 
 @pytest.mark.parametrize(
