@@ -47,9 +47,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         codes.append(code)
         raise SystemExit
 
-    def watch_until_its_end(job: JobAttempt) -> None:
+    def watch_until_its_end(job: JobAttempt, *stores: dist.Store) -> None:
         with contextlib.suppress(SystemExit):
-            watch(job)
+            watch(job, *stores)
 
     monkeypatch.setattr(JobAttempt, "_watch", watch_until_its_end)
     monkeypatch.setattr(job_module.os, "_exit", leave)

@@ -125,7 +125,9 @@ class JobAttempt:
         self._claim: str | None = None
         self._is_entered = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="pcomm job", daemon=True)
+        # Connections of its own, made here: a store that ends is one that the thread has met.
+        own = place.store(), self._own.store()
+        self._thread = threading.Thread(target=self._watch, args=own, name="pcomm job", daemon=True)
         self._thread.start()
 
     # -- what a rank does in it ----------------------------------------------------------------
@@ -292,18 +294,17 @@ class JobAttempt:
 
     # -- the thread ----------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch(self, root: dist.Store, keys: dist.Store) -> None:
         try:
-            self._look_until_stopped()
+            self._look_until_stopped(root, keys)
         except (dist.DistError, RuntimeError) as error:
             # The rank meets the same where it uses the store, unless it waits for what comes no
             # more, or has met the next store of that address, which knows nothing of it.
             if not self._stop.wait(self._limits.silent_s):
                 self._give_up(TRY_AGAIN, f"the store has ended: {headline(error)}")
 
-    def _look_until_stopped(self) -> None:
-        rank, root = self._place.rank, self._place.store()
-        keys = self._own.store()
+    def _look_until_stopped(self, root: dist.Store, keys: dist.Store) -> None:
+        rank = self._place.rank
         beats: _Heartbeats | None = None
         count, is_settled, start_s = 0, False, time.monotonic()
         while not self._stop.wait(self._limits.look_s):
