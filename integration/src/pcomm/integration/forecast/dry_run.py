@@ -78,7 +78,7 @@ class DryRun:
         time: Predicted time of that step.
         machine: Machine for which the time was predicted.
         resilient: What a resilient run survives, with the step; None for another run.
-        num_spares: Ranks beyond the grid.
+        num_spares: Number of ranks beyond the grid, which wait.
     """
 
     config: Resolved

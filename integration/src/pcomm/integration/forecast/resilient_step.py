@@ -40,7 +40,7 @@ class ResilientStep:
         step: The counted step, with the weights that owners send.
         weight_bytes: Least bytes that the rank sends of them, as one of `step.sent()`.
         survival: What may be lost at once of ranks and hosts.
-        num_hosts: Hosts of the ranks.
+        num_hosts: Number of hosts on which the ranks are.
     """
 
     step: CountedStep
