@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Collection
 from typing import Any
@@ -34,6 +35,9 @@ _MOST_INPUTS_OF_ONE_ROW = 1024
 # Rows up to which AMX adds up a row of bf16 in one order, however many they are.
 _MOST_ROWS_OF_TILES = 32
 
+# Limits of oneDNN under which it multiplies bf16 by instructions for fp32.
+_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+
 # Machines on which all rows of products were compared.
 _MACHINES = ("x86_64", "AMD64")
 
@@ -43,7 +47,7 @@ class PackedWeight:
 
     `F.linear` brings the weight into that layout in every call, which takes as long as the product
     of a few rows. A single row of many inputs is computed as two equal ones, and so is every one in
-    bf16 on a processor without AVX-512 BF16. Then the bits of a row depend on that row alone, but
+    bf16 on a processor without AVX-512 BF16, or where `ONEDNN_MAX_CPU_ISA` leaves it out. Then the bits of a row depend on that row alone, but
     for bf16 on a processor with AMX: there up to 32 rows have one order of sums, and more rows have
     others, unless they are computed in blocks. In bf16 without AMX they are those of `F.linear` for
     several rows of a matrix without gaps; elsewhere the two differ by rounding. Tested on x86.
@@ -67,7 +71,7 @@ class PackedWeight:
         self._multiply = ops._linear_pointwise.default
         self.nbytes, self._dtype = weight_OI.nbytes, weight_OI.dtype
         # Without instructions for bf16 few elements of one row differ, whatever its length.
-        is_emulated = self._dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+        is_emulated = self._dtype == torch.bfloat16 and not _has_bf16_sums()
         is_long = weight_OI.shape[1] > _MOST_INPUTS_OF_ONE_ROW
         self._doubles_one_row = is_long or is_emulated or batch_invariant
         has_classes = self._dtype == torch.bfloat16 and has_bf16_tiles()
@@ -129,6 +133,13 @@ def has_bf16_tiles() -> bool:
     True as well if `ONEDNN_MAX_CPU_ISA` keeps oneDNN from it.
     """
     return bool(torch.cpu._is_amx_tile_supported())
+
+
+def _has_bf16_sums() -> bool:
+    # OneDNN reads these when it is first used, and torch does not say what it found.
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    limit = next((os.environ[name] for name in names if name in os.environ), "")
+    return torch.cpu._is_avx512_bf16_supported() and limit.upper() not in _WITHOUT_BF16
 
 
 def pack_weights(
