@@ -71,6 +71,6 @@ def test_what_a_rank_sends_with_owners(rank):
         assert own.to_owners_bytes == (replicas - 1) * part + (copies - 1) * part + weights
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (4, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (4, 2), (4, 4), (8, 4), (3, 3)])
 def test_what_moves_after_a_death_is_near_the_fewest(dp, tp):
     assert 1.0 <= moved_over_fewest(dp, tp) <= 1.05

@@ -3,8 +3,9 @@
 A range of units that several ranks hold is cut among them, so that each unit has as many owners as
 there are copies: on different hosts, as far as there are so many, else on different ranks. An owner
 has the state of its units, and computes their step; the others that hold them get the weights. Who
-owned a unit and is still there goes on to own it, as far as no rank owns more than its share: what
-moves after a death is what the dead had.
+owned a unit and still holds it goes on to own it, as far as no rank owns an eighth more than its
+share of a parameter: what moves after a death is what the dead had, and what a rank that is cut
+anew no longer holds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -155,13 +156,15 @@ class Owners:
         groups: dict[tuple[str, int], list[tuple[int, int, tuple[int, ...]]]] = {}
         # Small parameters last: they level what is left over of large ones.
         for name in sorted(sizes, key=lambda one: (-sizes[one].units * sizes[one].size, one)):
-            own, runs = sizes[name], list[OwnedRange]()
+            own = sizes[name]
             if own[:2] not in groups:
                 groups[own[:2]] = list(holding_groups(plan, rank, own))
-            for start, stop, ranks in groups[own[:2]]:
-                old = () if before is None else before.ranges.get(name, ())
-                kept = _kept(old, start, stop, stay.intersection(ranks))
-                runs += _dealt(kept, ranks, hosts, loads)
+            old = () if before is None else before.ranges.get(name, ())
+            parts = [
+                _Part.of(ranks, _kept(old, start, stop, stay.intersection(ranks)), hosts)
+                for start, stop, ranks in groups[own[:2]]
+            ]
+            runs = _dealt(parts, loads)
             for one in runs:
                 for owner in one.owners:
                     loads[owner] = loads.get(owner, 0) + (one.stop - one.start) * own.size
@@ -293,6 +296,9 @@ def _joined(runs: Sequence[OwnedRange]) -> tuple[OwnedRange, ...]:
     return tuple(found)
 
 
+_UNEVEN = 8
+"""A rank may own so much of its share more than that, an eighth, before anything moves for it."""
+
 _Place = tuple[str, int]
 """A host, and which of its parts, where each of these counts as one."""
 
@@ -324,35 +330,95 @@ def _apart(run: OwnedRange, place_of: Mapping[int, _Place], left: dict[int, int]
     return run._replace(owners=tuple(sorted(first.values())))
 
 
-def _dealt(
-    runs: list[OwnedRange], ranks: Sequence[int], hosts: Hosts, loads: Mapping[int, int]
-) -> list[OwnedRange]:
-    """Owners of a range that all of `ranks` hold, of which `runs` tells who stays."""
-    length = sum(one.stop - one.start for one in runs)
-    place_of = _places(ranks, hosts)
-    on_host: dict[_Place, list[int]] = {}
-    for rank in ranks:
-        on_host.setdefault(place_of[rank], []).append(rank)
-    copies = min(hosts.copies, len(on_host))
-    had = dict.fromkeys(ranks, 0)
-    for one in runs:
-        for rank in one.owners:
-            had[rank] += one.stop - one.start
-    order = sorted(ranks, key=lambda rank: (-had[rank], loads.get(rank, 0), rank))
-    left = _shares(copies * length, list(on_host.values()), length, order)
-    runs = _trimmed(runs, {one: had[one] - left[one] for one in ranks if had[one] > left[one]})
-    for rank in ranks:
-        left[rank] -= min(had[rank], left[rank])
-    runs = [_apart(one, place_of, left) for one in runs]
-    found: list[OwnedRange] = []
+class _Part(NamedTuple):
+    """Units that the same ranks hold.
+
+    Attributes:
+        runs: The units, with the owners that stay.
+        place_of: Place of each of the ranks.
+        copies: Number of owners of each unit.
+    """
+
+    runs: list[OwnedRange]
+    place_of: dict[int, _Place]
+    copies: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], runs: list[OwnedRange], hosts: Hosts) -> _Part:
+        place_of = _places(ranks, hosts)
+        return cls(runs, place_of, min(hosts.copies, len(set(place_of.values()))))
+
+    def within(self, runs: Iterable[OwnedRange]) -> list[OwnedRange]:
+        """Those of `runs` that are cut from the units of this part."""
+        if not self.runs:
+            return []
+        start, stop = self.runs[0].start, self.runs[-1].stop
+        return [one for one in runs if start <= one.start < stop]
+
+    @property
+    def length(self) -> int:
+        return sum(one.stop - one.start for one in self.runs)
+
+    @property
+    def missing(self) -> int:
+        """Number of owners to find, of all units together."""
+        return sum((one.stop - one.start) * (self.copies - len(one.owners)) for one in self.runs)
+
+    def by_place(self) -> dict[_Place, list[int]]:
+        found: dict[_Place, list[int]] = {}
+        for rank, place in self.place_of.items():
+            found.setdefault(place, []).append(rank)
+        return found
+
+
+def _dealt(parts: Sequence[_Part], loads: Mapping[int, int]) -> list[OwnedRange]:
+    """Owners of all units of a parameter.
+
+    A rank owns its shares of what it holds, taken together: where one part of that has been lost
+    and another not, nothing moves that is somewhere already.
+    """
+    had, left, most = Counter[int](), Counter[int](), Counter[int]()
+    for part in parts:
+        own = Counter[int]()
+        for one in part.runs:
+            own.update(dict.fromkeys(one.owners, one.stop - one.start))
+        # Those that have some keep what cannot be shared equally.
+        order = sorted(part.place_of, key=lambda rank: (-own[rank], loads.get(rank, 0), rank))
+        places = list(part.by_place().values())
+        left.update(_shares(part.copies * part.length, places, part.length, order))
+        had.update(own)
+        # The shares of each part are rounded up or down.
+        most.update(dict.fromkeys(part.place_of, 1))
+    for rank in left:
+        most[rank] = max(most[rank], left[rank] // _UNEVEN)
+    runs = [one for part in parts for one in part.runs]
+    over = {rank: had[rank] - left[rank] for rank in left}
+    runs = _trimmed(runs, {rank: count for rank, count in over.items() if count > most[rank]})
+    left.subtract({rank: min(had[rank], left[rank]) for rank in left})
+    kept = [
+        part._replace(runs=[_apart(one, part.place_of, left) for one in part.within(runs)])
+        for part in parts
+    ]
+    # First where the fewest can take more than is missing.
+    kept.sort(key=lambda part: sum(left[rank] for rank in part.place_of) - part.missing)
+    return [one for part in kept for one in _completed(part, left, most)]
+
+
+def _completed(part: _Part, left: dict[int, int], most: Mapping[int, int]) -> list[OwnedRange]:
+    """Find the owners that are missing, first of all those with most left of their shares.
+
+    Where no rank that may own a unit has any left, one gets up to `most` units more than its share;
+    for what is beyond that, others take over units that it had.
+    """
+    on_host, found = part.by_place(), list[OwnedRange]()
     # Hosts that get more. Where their shares do not do, the others get more than theirs.
     wanting = list(on_host)
-    for one in sorted(runs, key=lambda own: (len(own.owners), own)):
-        need = copies - len(one.owners)
+    for one in sorted(part.runs, key=lambda own: (len(own.owners), own)):
+        need = part.copies - len(one.owners)
         if need <= 0:
             found.append(one)
             continue
-        taken = {place_of[rank] for rank in one.owners}
+        taken = {part.place_of[rank] for rank in one.owners}
         length = one.stop - one.start
         shares = {host: sum(left[rank] for rank in on_host[host]) for host in wanting}
         wanting = [host for host, share in shares.items() if share > 0]
@@ -361,10 +427,9 @@ def _dealt(
             free = [host for host in on_host if host not in taken]
         turn = length // (len(on_host) - len(taken))
         found += _filled(one, need, [on_host[host] for host in free], left, turn)
-    for rank in ranks:
-        # One unit more than others is rounding, for which nothing moves.
-        if left[rank] < -1:
-            found = _relieved(found, rank, place_of, left)
+    for rank in part.place_of:
+        if left[rank] < -most[rank]:
+            found = _relieved(found, rank, part.place_of, left)
     return found
 
 
@@ -416,7 +481,7 @@ def _relieved(
             continue
         others = tuple(own for own in one.owners if own != rank)
         taken = {place_of[own] for own in others}
-        able = [own for own in left if left[own] > 0 and place_of[own] not in taken]
+        able = [own for own in place_of if left[own] > 0 and place_of[own] not in taken]
         start = one.start
         for other in able:
             count = min(-left[rank], left[other], one.stop - start)
