@@ -33,7 +33,8 @@ OTHERS_HEAD = """
 ## Variables of launchers and libraries
 
 pcomm reads those of launchers. Those of libraries decide what torch, gloo and Triton do under it.
-`pcomm doctor` shows what is set of `NCCL_*`, `TORCH_*`, `GLOO_*`, `CUDA_*` and `OMP_NUM_THREADS`.
+`pcomm doctor` shows what is set of `NCCL_*`, `TORCH_*`, `GLOO_*`, `CUDA_*`, `OMP_NUM_THREADS` and
+the two of instructions.
 
 """
 
@@ -66,6 +67,11 @@ OTHERS = {
         "Threads of a process on CPU. Ranks that pcomm starts, as by `--ranks`, have a share of "
         "the cores instead.",
     ),
+    "ONEDNN_MAX_CPU_ISA": (
+        "oneDNN",
+        "Most instructions that products on CPU take, such as `AVX2`; it decides bits of results.",
+    ),
+    "ATEN_CPU_CAPABILITY": ("torch", "The same for its own kernels, such as `avx2`."),
     "CUDA_VISIBLE_DEVICES": ("CUDA", "GPUs that a process sees."),
     "TRITON_INTERPRET": ("Triton", "`1` runs the kernels of pcomm-nvls on CPU, by emulation."),
     "TRITON_CACHE_DIR": ("Triton", "Compiled kernels; `pcomm bench nvls` sets it to time builds."),

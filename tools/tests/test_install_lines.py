@@ -13,7 +13,7 @@ import pytest
 
 from install_lines import install_complaint, install_lines, split_extras
 from pcomm.core.cli import what_to_install
-from repository import ROOT, pages
+from repository import PACKAGES, ROOT, pages
 
 LINES = {
     path.relative_to(ROOT).as_posix(): install_lines(path.read_text())
@@ -31,6 +31,15 @@ def test_install_lines_name_what_is_meant(page):
 def test_the_pages_with_install_lines_are_found():
     assert {"README.md", "CONTRIBUTING.md", "integration/README.md"} <= set(LINES)
     assert all(LINES.values())
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_readme_says_what_torch_comes_with_the_package(package):
+    """Gigabytes of CUDA that nobody has asked for, in a version that no test has seen."""
+    text = " ".join((package / "README.md").read_text().split())
+    assert "a torch with CUDA" in text
+    assert "`--constraint constraints.txt`" in text
+    assert "PIP_EXTRA_INDEX_URL=" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("session", ["train", "tests"])

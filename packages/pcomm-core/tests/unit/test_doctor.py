@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pcomm.core.doctor import checks
 from pcomm.core.doctor import command as self_test
@@ -25,11 +28,15 @@ from pcomm.core.doctor.report import (
     NcclFile,
     TorchFacts,
 )
-from pcomm.core.doctor.this_machine import ThisMachine, nccl_version
+from pcomm.core.doctor.this_machine import ThisMachine, limits_of_group, nccl_version
 
 GIB = 2**30
 
-HOST = HostFacts("3.12.1 CPython", "Linux", 8, 64 * GIB, 32 * GIB, 31 * GIB, 65536)
+HOST = HostFacts(
+    *("3.12.1 CPython", "Linux", 8, 64 * GIB, 32 * GIB, 31 * GIB, 65536),
+    name="node1",
+    addresses=("10.0.0.1",),
+)
 CPU_TORCH = TorchFacts(
     version="2.13.0+cpu",
     cuda=None,
@@ -168,6 +175,33 @@ FINDINGS: list[tuple[Check, str, FakeMachine, str, list[str]]] = [
     (checks.check_shared_memory, "shared_memory", with_shared(1024, 2048), "ok", []),
     (checks.check_open_files, "open_files", with_host(open_files=4095), "info", ULIMIT),
     (checks.check_open_files, "open_files", with_host(open_files=4096), "ok", []),
+    *(
+        (checks.check_process, name, with_host(**facts), "info", words)
+        for name, facts, words in (
+            ("cores", {"core_limit": 1.5}, ["8 usable", "time of 1.5", "OMP_NUM_THREADS=1 "]),
+            ("memory", {"memory_limit_bytes": 2 * GIB}, ["64.0 GiB, of which 2.0 GiB"]),
+        )
+    ),
+    *(
+        (checks.check_host_name, "host", with_host(addresses=found), status, words)
+        for found, status, words in (
+            (("10.0.0.1", "fe80::1%eth0"), "ok", ["node1, 10.0.0.1, fe80::1%eth0"]),
+            (("127.0.1.1", "10.0.0.1"), "info", ["node1, 127.0.1.1", "GLOO_SOCKET_IFNAME"]),
+            (("::1",), "info", ["which other hosts do not reach"]),
+            ((), "info", ["no address", "GLOO_SOCKET_IFNAME"]),
+        )
+    ),
+    *(
+        (checks.check_torch, "torch.instructions", with_torch(instructions=sets), "info", words)
+        for sets, words in (
+            (("AVX2", "AVX-512", "AMX"), ["AVX2, AVX-512, AMX", "number of rows"]),
+            ((), ["none that torch asks for"]),
+        )
+    ),
+    (
+        *(checks.check_variables, "$ONEDNN_MAX_CPU_ISA"),
+        *(FakeMachine(variables={"ONEDNN_MAX_CPU_ISA": "AVX2"}), "info", ["AVX2"]),
+    ),
     *(
         (checks.check_torch, "torch.distributed", with_torch(**changes), "broken", words)
         for changes, words in (
@@ -320,6 +354,33 @@ def test_what_a_system_does_not_tell_is_not_guessed() -> None:
     assert report.named("memory").value == "not known"
     assert report.named("shared_memory").status == "missing"
     assert report.named("open_files").value == "limit not known"
+    assert report.named("host").value == "not known"
+    # A limit above what there is limits nothing.
+    free = with_host(core_limit=8.0, memory_limit_bytes=64 * GIB)
+    found = examine(free, checks=[checks.check_process])
+    assert found.named("cores").value == "8 usable by this process"
+    assert found.named("memory").value == "64.0 GiB"
+
+
+def test_limits_of_a_container_are_those_of_the_tightest_group(tmp_path: Path) -> None:
+    own, inner = tmp_path / "own", tmp_path / "root" / "job" / "task"
+    inner.mkdir(parents=True)
+    limits = functools.partial(limits_of_group, tmp_path / "root", own)
+    assert limits() == (None, None)
+    own.write_text("0::/job/task\n")
+    assert limits() == (None, None)
+    for group, cores, size in (
+        (inner, "max 100000", "max"),
+        (inner.parent, "150000 100000", "4096"),
+        (tmp_path / "root", "400000 100000", "8192"),
+        # Not a group of this process.
+        (tmp_path, "1000 100000", "1"),
+    ):
+        (group / "cpu.max").write_text(f"{cores}\n")
+        (group / "memory.max").write_text(f"{size}\n")
+    assert limits() == (1.5, 4096)
+    own.write_text("3:cpu:/job\n")
+    assert limits() == (None, None)
 
 
 def test_packages_of_pcomm_are_listed_and_others_are_not() -> None:
@@ -427,6 +488,10 @@ def test_this_machine_answers_every_check_but_the_self_test() -> None:
     assert [f for f in report.findings if "itself failed" in f.value] == []
     assert report.named("python").value.startswith(sys.version.split()[0])
     assert report.named("torch").status == "ok"
+    assert torch.backends.cpu.get_cpu_capability() == "DEFAULT" or (
+        "AVX2" in report.named("torch.instructions").value
+    )
+    assert socket.gethostname() in report.named("host").value
     assert report.named("pcomm-core").status == "ok"
 
 

@@ -280,6 +280,36 @@ def test_speeds_are_exact_and_of_ranks_that_are_there() -> None:
         plan(TOPOLOGY, Failures(), UNITS, Policy("max", 100, 110), speeds={0: 0.1})
 
 
+def test_each_kind_of_units_takes_its_own_share_of_the_memory() -> None:
+    """Of 8 key heads a rank of 7 has two, and of 11,008 columns an eighth more than before."""
+    topology, one_lost = Topology({"dp": 2, "tp": 8}), Failures.from_global_ranks([8])
+    units = {"qkv": Units.gqa(q=32, kv=8, dim=128), "fc": Units.gated(11008)}
+    # Attention is a fifth, and twice as much; a rank has at most 1,573 of the columns, not 1,376.
+    expected = 200 * 2 + Fraction(800 * 1573, 1376)
+    for limit in (1314, 1315):
+        assert expected > 1314
+        policy = Policy("max", {"fc": 800, "qkv": 200}, limit)
+        if limit < expected:
+            with pytest.raises(LayoutError, match="1315 bytes on a rank, 1314 allowed"):
+                plan(topology, one_lost, units, policy)
+            continue
+        made = plan(topology, one_lost, units, policy)
+        assert made.degrees == ((8,), (7,))
+        assert "memory up to x1.315" in made.explain()
+        again = NtpPlan.from_json(made.to_json())
+        assert (again, hash(again), again.digest()) == (made, hash(made), made.digest())
+    # One number counts as what grows most.
+    with pytest.raises(LayoutError, match="2000 bytes on a rank, 1999 allowed"):
+        plan(topology, one_lost, units, Policy("max", 1000, 1999))
+    assert "memory up to x2.000" in plan(topology, one_lost, units).explain()
+    for wrong in ({"fc": 800}, {"fc": 800, "qkv": 200, "norm": 0}):
+        with pytest.raises(ConfigError, match="rank_bytes"):
+            plan(topology, one_lost, units, Policy("max", wrong, 2000))
+    for wrong in ({"fc": -1, "qkv": 2}, {"fc": 1.5}, {"fc": 0}):
+        with pytest.raises(ConfigError, match="memory_limit"):
+            Policy("max", wrong, 2000)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -70,6 +70,28 @@ def test_each_meets_the_others_before_it_writes_where_its_slot_may_be_in_use(ran
 
 
 @ranks(2)
+def test_what_is_no_tensor_is_refused_by_name_and_the_workspace_goes_on(rank: int) -> None:
+    with opened(1 << 14) as workspace:
+        named: dict[str, Any] = {"workspace": workspace}
+        x = torch.ones(4, 8)
+        for wrong, found in ((None, "a NoneType"), (numpy.ones(8), "a ndarray")):
+            refused(ConfigError, found, nvls.all_reduce, wrong, **named)
+            refused(ConfigError, found, nvls.reduce_scatter_tensor, wrong, **named)
+            refused(ConfigError, found, nvls.all_gather_into_tensor, wrong, **named)
+            refused(ConfigError, found, nvls.gather_to_rank, wrong, **named)
+            refused(ConfigError, found, nvls.all_gather_coalesced, [x, wrong], **named)
+            refused(ConfigError, found, nvls.all_gather_v, wrong, [2, 2], **named)
+            refused(ConfigError, found, nvls.reduce_scatter_v, wrong, [2, 2], **named)
+            for operation in (
+                nvls.all_reduce_add_rmsnorm,
+                nvls.reduce_scatter_add_rmsnorm_all_gather,
+            ):
+                refused(ConfigError, found, operation, wrong, x, x[0], 1e-6, **named)
+        assert workspace.num_launches == 0
+        assert nvls.all_reduce(x, algo="p2p", **named).unique().tolist() == [2.0]
+
+
+@ranks(2)
 def test_with_debug_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
 
     with opened(1 << 14, debug=True) as workspace:

@@ -58,8 +58,9 @@ def test_lamport_clears_the_next_slot():
     assert "rank 1 wrote in operation 3" in found.message
 
 
-def test_lamport_with_two_slots():
-    found = check_sequences(replace(SHIPPED, lamport_slots=2), [two("lamport_all_gather")], 4)
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_lamport_with_two_slots(kind):
+    found = check_sequences(replace(SHIPPED, lamport_slots=2), [two(f"lamport_{kind}")], 4)
     assert found.violation.kind == LATE
 
 

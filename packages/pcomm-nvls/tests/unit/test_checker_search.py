@@ -202,7 +202,7 @@ def test_it_answers_as_a_search_that_tries_every_order():
 def test_it_answers_so_for_damaged_protocols_of_a_workspace():
     chance = random.Random(5)
     answers = Counter()
-    for case in range(10):
+    for case in range(12):
         kinds = [chance.choice(chance.choice([BARRIER_KINDS, LAMPORT_KINDS])) for _ in range(2)]
         operations = [Operation(kind, (1, 1)) for kind in kinds]
         protocol = WorkspaceProtocol(

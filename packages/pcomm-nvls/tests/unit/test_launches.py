@@ -14,7 +14,7 @@ from triton.runtime import driver
 
 from core_support.fake_driver import fake_driver
 from nvls_support.calls import calls
-from nvls_support.fake_device import FakeStream, fake_workspace
+from nvls_support.fake_device import STREAM, FakeStream, fake_workspace
 from nvls_support.refusals import refused
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.nvls.collectives.gathers import (
@@ -29,6 +29,7 @@ from pcomm.nvls.collectives.reductions import (
     reduce_scatter_launch,
     reduce_scatter_tensor,
 )
+from pcomm.nvls.operators import WorkspaceOperators
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.table import OPERATIONS as OPERATION_FACTS
 from pcomm.nvls.workspace import launch as repeats
@@ -175,6 +176,23 @@ def test_a_repeated_call_keeps_to_the_stream_and_to_the_workspace(workspace, str
     all_reduce(X, workspace=workspace)
     workspace.close()
     refused(Exception, "closed", all_reduce, X, workspace=workspace)
+
+
+def test_operators_of_a_compiled_model_follow_from_stream_to_stream(workspace, stream):
+    operators = WorkspaceOperators(workspace)
+    all_reduce(X, workspace=workspace)
+    stream.handle += 1
+    calls_of_all: list[Callable[[], Any]] = [
+        lambda: operators.all_gather(X),
+        lambda: operators.reduce_scatter(X),
+        lambda: operators.all_reduce(X),
+        lambda: operators.all_reduce_add_rmsnorm(X, X, X[0], 1e-6),
+        lambda: operators.reduce_scatter_add_rmsnorm_all_gather(X, X[:64], X[0], 1e-6),
+    ]
+    for call in calls_of_all:
+        call()
+        stream.handle += 1
+    assert stream.waits == [(handle + 1, handle) for handle in range(STREAM, STREAM + 5)]
 
 
 def test_a_capture_refuses_to_compile_and_names_what_to_call(workspace, stream, launches):

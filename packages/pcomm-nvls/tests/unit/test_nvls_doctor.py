@@ -51,6 +51,12 @@ class Machine:
     ("machine", "status", "value", "reason"),
     [
         (Machine(devices(8)), "ok", "multicast between 8 devices of sm_90", "No group was asked"),
+        (
+            Machine(devices(8)),
+            "ok",
+            "multicast between 8 devices of sm_90",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
+        ),
         (Machine(devices(1)), "info", "sm_90, one device", "No group was asked"),
         (
             Machine(devices(4, has_multicast=False)),

@@ -11,6 +11,11 @@ __all__ = ["check_nvls"]
 
 _NAME = "nvls"
 _NOT_ASKED = "No group was asked: a workspace tries it, and explains what it got."
+# https://github.com/pytorch/pytorch/issues/195596
+_WITHOUT_MULTICAST = (
+    "If one hangs as it opens, a GPU was refused its multicast address, which torch does not tell "
+    "the other ranks: TORCH_SYMM_MEM_DISABLE_MULTICAST=1 does without."
+)
 
 
 def check_nvls(probe: MachineProbe) -> Iterable[Finding]:
@@ -51,7 +56,7 @@ def check_nvls(probe: MachineProbe) -> Iterable[Finding]:
         yield Finding(_NAME, "info", f"{ranks[0].architecture}, one device", _NOT_ASKED)
     elif least == MULTICAST:
         value = f"multicast between {len(ranks)} devices of {ranks[0].architecture}"
-        yield Finding(_NAME, "ok", value, _NOT_ASKED)
+        yield Finding(_NAME, "ok", value, f"{_NOT_ASKED}\n{_WITHOUT_MULTICAST}")
     else:
         value = f"access to peers between {len(ranks)} devices of {ranks[0].architecture}"
         yield Finding(_NAME, "info", value, "\n".join([*lacking, _NOT_ASKED]))

@@ -35,7 +35,8 @@ class WorkspaceOperators(Handle):
     """The operators of a workspace, as methods; they may be called in a compiled module.
 
     They go where the table of the workspace sends them, as `NvlsCollectives` does, and return new
-    tensors. Collective over its group; not differentiable. A module that holds them can be copied,
+    tensors. On another stream than before they wait for the operations before. Collective over its
+    group; not differentiable. A module that holds them can be copied,
     but not pickled: their number means another workspace, or none, in another process.
 
     Args:
@@ -192,6 +193,8 @@ def _workspace(number: int, size: int) -> Workspace:
             why="The shapes of a graph depend on the number of ranks.",
             fix="Use WorkspaceOperators, which passes the size of its workspace.",
         )
+    # With mode="reduce-overhead" torch warms up what it records on a stream of its own.
+    found.streams.follow()
     return found
 
 

@@ -42,7 +42,13 @@ BARRIER_KINDS = (
     "all_reduce_two_shot",
     "gather",
 )
-LAMPORT_KINDS = ("lamport_all_gather", "lamport_all_reduce", "lamport_gather")
+# No kernel has the last one: it is there for the flags that it would need.
+LAMPORT_KINDS = (
+    "lamport_all_gather",
+    "lamport_reduce_scatter",
+    "lamport_all_reduce",
+    "lamport_gather",
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class WorkspaceProtocol:
             for source in range(operation.size)
             for cta in range(operation.ctas_of(source))
         ]
-        indices = [i for p in places if _receives(operation, rank) for i in _pushed(operation, p)]
+        indices = [i for p in places for i in _pushed(operation, p, rank)]
         if self.sends_flags(operation):
             indices += [_flag(source) for source in range(operation.size)]
         return [Cell(rank, LAMPORT, slot, index) for index in indices]
@@ -171,17 +177,17 @@ class WorkspaceProtocol:
             return {Cell(rank, LAMPORT, slot, index): value for rank in on for index in indices}
 
         flags = self.sends_flags(operation) and place.cta == 0
-        receivers = [rank for rank in ranks if _receives(operation, rank)]
         if flags:
             yield Write(values(ranks, me, [_flag(me)]), "puts")
-        yield Write(values(receivers, me, _pushed(operation, place)), "puts")
+        sent = [values((rank,), me, _pushed(operation, place, rank)) for rank in ranks]
+        yield Write({cell: value for to_one in sent for cell, value in to_one.items()}, "puts")
         dirty = self.dirty(operations, place.number, me)
         yield Write(dict.fromkeys(dirty[place.cta :: operation.ctas_of(me)]), "clears")
         for source in ranks:
             if flags:
                 yield Poll(values((me,), source, [_flag(source)]))
-            if me in receivers:
-                pushed = _pushed(operation, place._replace(rank=source))
+            if _receives(operation, me):
+                pushed = _pushed(operation, place._replace(rank=source), me)
                 yield Poll(values((me,), source, pushed))
 
 
@@ -195,12 +201,15 @@ def _part(indices: range, operation: Operation, place: Place) -> range:
     return indices[place.cta :: operation.ctas_of(place.rank)]
 
 
-def _pushed(operation: Operation, place: Place) -> list[int]:
-    """Where a CTA's data lie in the Lamport slots of those who receive them."""
-    if operation.kind != "lamport_all_reduce":
+def _pushed(operation: Operation, place: Place, receiver: int) -> list[int]:
+    """Where a CTA's data lie in the Lamport slot of a rank; nowhere if that gets none."""
+    if not _receives(operation, receiver):
+        return []
+    if operation.kind in ("lamport_all_gather", "lamport_gather"):
         return list(_part(operation.segment(place.rank), operation, place))
-    total = sum(operation.counts)
-    return list(_part(range(place.rank * total, (place.rank + 1) * total), operation, place))
+    is_whole = operation.kind == "lamport_all_reduce"
+    length = sum(operation.counts) if is_whole else operation.counts[receiver]
+    return list(_part(range(place.rank * length, (place.rank + 1) * length), operation, place))
 
 
 def _receives(operation: Operation, rank: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
 from itertools import permutations
 
 from pcomm.core import environment
@@ -18,6 +19,7 @@ from pcomm.core.errors import ConfigError
 
 __all__ = [
     "check_gpus",
+    "check_host_name",
     "check_nccl",
     "check_open_files",
     "check_packages",
@@ -37,14 +39,47 @@ _GIB = 2**30
 _FEW_OPEN_FILES = 4096
 
 
+_ON_HOSTS = (
+    "Nothing on one host. Between hosts pcomm takes the interface on the route to rank 0; for "
+    "other programs set GLOO_SOCKET_IFNAME, or the name in /etc/hosts."
+)
+
+
 def check_process(probe: MachineProbe) -> Iterable[Finding]:
     """Python, the platform, cores and memory."""
     host = probe.host()
     yield Finding("python", "ok", host.python)
     yield Finding("platform", "info", host.platform)
-    yield Finding("cores", "info", f"{host.num_cores} usable by this process")
+    cores = f"{host.num_cores} usable by this process"
+    limit = host.core_limit
+    if limit is not None and limit < host.num_cores:
+        reason = "Threads beyond the limit of its control group wait for each other."
+        fix = f"Set OMP_NUM_THREADS={max(1, int(limit))} for one process, less for several."
+        yield Finding("cores", "info", f"{cores}, for the time of {limit:g}", reason, fix)
+    else:
+        yield Finding("cores", "info", cores)
     memory = "not known" if host.memory_bytes is None else f"{host.memory_bytes / _GIB:.1f} GiB"
-    yield Finding("memory", "info", memory)
+    most = host.memory_limit_bytes
+    if most is not None and (host.memory_bytes is None or most < host.memory_bytes):
+        reason = "The system ends a process of its control group that takes more."
+        yield Finding("memory", "info", f"{memory}, of which {most / _GIB:.1f} GiB", reason)
+    else:
+        yield Finding("memory", "info", memory)
+
+
+def check_host_name(probe: MachineProbe) -> Iterable[Finding]:
+    """The address that the host's name resolves to, which gloo binds."""
+    host = probe.host()
+    if not host.addresses:
+        reason = "The name resolves to no address, so gloo binds loopback."
+        yield Finding("host", "info", host.name or "not known", reason, _ON_HOSTS)
+        return
+    value = f"{host.name}, {', '.join(host.addresses)}"
+    if ip_address(host.addresses[0].partition("%")[0]).is_loopback:
+        reason = "Gloo binds the first address, which other hosts do not reach."
+        yield Finding("host", "info", value, reason, _ON_HOSTS)
+    else:
+        yield Finding("host", "ok", value)
 
 
 def check_shared_memory(probe: MachineProbe) -> Iterable[Finding]:
@@ -80,7 +115,10 @@ def check_open_files(probe: MachineProbe) -> Iterable[Finding]:
 
 
 _PREFIXES = ("NCCL_", "TORCH_", "PCOMM_", "GLOO_", "CUDA_")
-_NAMES = ("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "TRITON_INTERPRET")
+_NAMES = (
+    *("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "TRITON_INTERPRET"),
+    *("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
+)
 # Settings that quietly take a feature away; what a user most often forgets to have set.
 _COSTS = {
     ("NCCL_P2P_DISABLE", "1"): "NCCL may not use NVLink or PCIe between the GPUs of this host.",
@@ -91,6 +129,9 @@ _COSTS = {
     ("CUDA_LAUNCH_BLOCKING", "1"): "Every kernel is waited for, so nothing overlaps.",
     ("TRITON_INTERPRET", "1"): "Triton kernels run on the CPU, one element block at a time.",
 }
+
+
+_WITH_AMX = "With AMX the bits of a row of a product in bf16 depend on the number of rows."
 
 
 def check_torch(probe: MachineProbe) -> Iterable[Finding]:
@@ -104,6 +145,9 @@ def check_torch(probe: MachineProbe) -> Iterable[Finding]:
         return
     build = "CPU build" if torch.cuda is None else f"built for CUDA {torch.cuda}"
     yield Finding("torch", "ok", f"{torch.version}, {build}")
+    sets = ", ".join(torch.instructions) or "none that torch asks for"
+    reason = _WITH_AMX if "AMX" in torch.instructions else ""
+    yield Finding("torch.instructions", "info", sets, reason)
     if not torch.is_distributed:
         reason = "Without torch.distributed no two ranks can communicate."
         fix = "Install torch from PyPI, whose builds have it."

@@ -171,6 +171,7 @@ Check = Callable[[MachineProbe], Iterable[Finding]]
 
 CHECKS: Final[tuple[Check, ...]] = (
     checks.check_process,
+    checks.check_host_name,
     checks.check_shared_memory,
     checks.check_open_files,
     checks.check_packages,

@@ -133,6 +133,10 @@ class HostFacts:
         shared_memory_bytes: Size of `/dev/shm`.
         shared_memory_free_bytes: Free part of it.
         open_files: Soft limit of open files of this process.
+        core_limit: Cores whose time the control group of this process may use; None for all.
+        memory_limit_bytes: Memory that its control group may use; None for all.
+        name: Name of the host.
+        addresses: Addresses that the name resolves to, in the order in which gloo tries them.
     """
 
     python: str
@@ -142,6 +146,10 @@ class HostFacts:
     shared_memory_bytes: int | None
     shared_memory_free_bytes: int | None
     open_files: int | None
+    core_limit: float | None = None
+    memory_limit_bytes: int | None = None
+    name: str = ""
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,7 @@ class TorchFacts:
         nccl: Version of the NCCL that it was built with, such as `"2.27.5"`.
         symmetric_memory: Allocators of symmetric memory that this build has.
         symmetric_memory_error: Error of its import; empty if it works.
+        instructions: Sets of vector instructions of this processor, from few to many.
     """
 
     version: str
@@ -165,6 +174,7 @@ class TorchFacts:
     nccl: str | None
     symmetric_memory: tuple[str, ...]
     symmetric_memory_error: str
+    instructions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,30 @@ import mmap
 import os
 import platform
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from pcomm.core.doctor.report import CudaFacts, DeviceFacts, HostFacts, NcclFile, TorchFacts
 
-__all__ = ["ThisMachine", "cuda_facts"]
+__all__ = ["ThisMachine", "cuda_facts", "limits_of_group"]
 
 
 _NCCL_NAME = re.compile(r"libnccl\.so(\.[0-9.]+)?$")
 # NCCL prints this text at start-up, so every release carries it. Reading it loads no library.
 _NCCL_TEXT = re.compile(rb"NCCL version (\d+\.\d+\.\d+[0-9A-Za-z.+-]*)\0")
+
+
+# By the questions of torch to the processor, which each version may have or not.
+_INSTRUCTIONS = {
+    "AVX2": "_is_avx2_supported",
+    "AVX-512": "_is_avx512_supported",
+    "AVX-512 BF16": "_is_avx512_bf16_supported",
+    "AMX": "_is_amx_tile_supported",
+}
 
 
 class ThisMachine:
@@ -30,6 +41,7 @@ class ThisMachine:
     def host(self) -> HostFacts:
         """The process and its host."""
         shared, free = _shared_memory()
+        core_limit, memory_limit = limits_of_group()
         return HostFacts(
             python=f"{platform.python_version()} {platform.python_implementation()}",
             platform=platform.platform(),
@@ -38,6 +50,10 @@ class ThisMachine:
             shared_memory_bytes=shared,
             shared_memory_free_bytes=free,
             open_files=_open_files(),
+            core_limit=core_limit,
+            memory_limit_bytes=memory_limit,
+            name=socket.gethostname(),
+            addresses=_addresses(socket.gethostname()),
         )
 
     def environment(self) -> Mapping[str, str]:
@@ -84,6 +100,11 @@ class ThisMachine:
             nccl=nccl,
             symmetric_memory=allocators,
             symmetric_memory_error=error,
+            instructions=tuple(
+                name
+                for name, asked in _INSTRUCTIONS.items()
+                if getattr(torch.cpu, asked, lambda: False)()
+            ),
         )
 
     def nccl_files(self) -> tuple[NcclFile, ...]:
@@ -318,6 +339,48 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def limits_of_group(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> tuple[float | None, int | None]:
+    """Cores and bytes that the control groups of this process leave it; None for all. Local.
+
+    A container or a batch system sets them. Only those of version 2 are read.
+
+    Args:
+        root: Folder of all groups.
+        own: File that says which one is that of this process.
+    """
+    cores: list[float] = []
+    sizes: list[int] = []
+    try:
+        text = own.read_text()
+    except OSError:
+        return None, None
+    path = next((line[3:] for line in text.splitlines() if line.startswith("0::")), None)
+    if path is None:
+        return None, None
+    here = root / path.lstrip("/")
+    # Each group has at most what the one around it has.
+    for group in (here, *here.parents):
+        if not group.is_relative_to(root):
+            break
+        # "max" is no number, and the outermost group has no such files.
+        with suppress(OSError, ValueError):
+            quota, period = (group / "cpu.max").read_text().split()
+            cores.append(int(quota) / int(period))
+        with suppress(OSError, ValueError):
+            sizes.append(int((group / "memory.max").read_text()))
+    return min(cores, default=None), min(sizes, default=None)
+
+
+def _addresses(name: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(place[4][0]) for place in found))
 
 
 def _shared_memory() -> tuple[int | None, int | None]:

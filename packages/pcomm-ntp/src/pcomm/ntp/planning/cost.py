@@ -35,7 +35,8 @@ class ReplicaCost:
         efficiency: Least efficiency of any cut, mean over maximum time of a rank; 1 if all cuts
             are even.
         uneven: Name of the units with this efficiency, empty if all cuts are even.
-        memory_growth: Largest growth of the split bytes of a rank.
+        memory_growth: Most that the split bytes of a rank have grown to, over those at the full
+            degree; without `Policy.rank_bytes` by name, those of the kind that grows most.
     """
 
     replica: int
@@ -180,7 +181,7 @@ def changed_lines(replicas: Iterable[ReplicaCost]) -> list[str]:
             why = f", {one.uneven} cut with efficiency {float(one.efficiency):.3f}"
         outcome = (
             f"tp {'/'.join(map(str, one.degrees))}, speed {float(one.speed):.3f}, "
-            f"memory x{float(one.memory_growth):.3f}, {one.idle} idle{why}"
+            f"memory up to x{float(one.memory_growth):.3f}, {one.idle} idle{why}"
         )
         alike.setdefault(outcome, []).append(str(one.replica))
     lines = []

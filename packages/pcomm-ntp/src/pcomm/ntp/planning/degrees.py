@@ -39,7 +39,8 @@ class Policy:
             rank. The others are idle, the slowest first, and so is a rank that is so slow that
             it would hold the others up.
         rank_bytes: Bytes of split parameters, gradients and optimizer state on a rank at the full
-            degree; 0 if `memory_limit` is 0.
+            degree: those of each name of the units that are split, or one number, of which all
+            count as those that grow most. 0 if `memory_limit` is 0.
         memory_limit: Bytes that these may take on any rank; 0 for no limit.
         drops_replicas: True to plan without a replica one of whose tensor-parallel groups has lost
             all ranks: its degree is 0, it gets no tokens, and what is left of it is idle. False
@@ -50,7 +51,7 @@ class Policy:
     """
 
     rounding: Rounding = "max"
-    rank_bytes: int = 0
+    rank_bytes: int | Mapping[str, int] = 0
     memory_limit: int = 0
     drops_replicas: bool = False
 
@@ -62,14 +63,29 @@ class Policy:
                 why="The rounding says how many of the surviving ranks are used.",
                 fix=near_misses(self.rounding, get_args(Rounding)),
             )
-        without_bytes = self.memory_limit > 0 and self.rank_bytes == 0
-        if min(self.rank_bytes, self.memory_limit) < 0 or without_bytes:
+        if not isinstance(self.rank_bytes, int):
+            # Pairs, so that policies have a hash and a text of their own.
+            object.__setattr__(self, "rank_bytes", tuple(sorted(dict(self.rank_bytes).items())))
+        counts = [self.memory_limit, *(self.own_bytes.values() or [self.total_bytes])]
+        are_counts = all(isinstance(one, int) and one >= 0 for one in counts)
+        if not are_counts or (self.memory_limit > 0 and self.total_bytes == 0):
             raise ConfigError(
                 "Policy: memory_limit",
                 found=f"rank_bytes={self.rank_bytes}, memory_limit={self.memory_limit}",
                 why="The bytes at a reduced degree are those at the full degree times the growth.",
                 fix="Give rank_bytes of at least 1 with a limit, or neither.",
             )
+
+    @property
+    def own_bytes(self) -> dict[str, int]:
+        """`rank_bytes` of each name; empty where they are one number."""
+        return {} if isinstance(self.rank_bytes, int) else dict(self.rank_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """`rank_bytes` of all names together."""
+        given = self.rank_bytes
+        return given if isinstance(given, int) else sum(self.own_bytes.values())
 
 
 # Coordinates of one tensor-parallel group: those on every axis but `tp`, in the order of names.
@@ -127,10 +143,11 @@ def degrees(
     """
     full, stages = topology.axes["tp"], size_of(topology, "pp")
     _check_units(units, full)
-    if policy.memory_limit and policy.rank_bytes > policy.memory_limit:
+    _check_bytes(units, policy)
+    if policy.memory_limit and policy.total_bytes > policy.memory_limit:
         raise LayoutError(
             f"plan: memory_limit={policy.memory_limit}",
-            found=f"{policy.rank_bytes} bytes on a rank without any failure",
+            found=f"{policy.total_bytes} bytes on a rank without any failure",
             why="A rank at the full degree does not fit, and one at a reduced degree holds more.",
             fix="Raise memory_limit, or split the model over more ranks.",
         )
@@ -159,16 +176,17 @@ def degrees(
     for (replica, stage), own in groups.items():
         key = tuple(sorted(set(own)))
         if key not in known:
-            known[key] = _within_memory(kinds, own, chosen(kinds, own, full, policy), full, policy)
+            known[key] = _within_memory(units, own, chosen(kinds, own, full, policy), full, policy)
         if known[key] == 0:
             most = min(map(len, own))
-            growth = memory_growth(kinds, combined(own, most), full)
+            growth = memory_growth(units, combined(own, most), full, policy.own_bytes)
             raise LayoutError(
                 f"plan: replica dp={replica}, stage pp={stage} at degree {most}",
                 found=f"{_bytes(policy, growth)} bytes on a rank, {policy.memory_limit} allowed",
-                why=f"A rank there holds {float(growth):.3f} times as much as one of {full}.",
-                fix="Raise memory_limit, shard the optimizer, recompute activations to free "
-                f"memory, or plan without replica dp={replica}.",
+                why=f"A rank there holds up to {float(growth):.3f} times as much as one of {full}.",
+                fix="Raise memory_limit, give rank_bytes by name if it is one number, shard the "
+                "optimizer, recompute activations to free memory, or plan without replica "
+                f"dp={replica}.",
             )
         table[replica][stage] = known[key]
     return tuple(map(tuple, table))
@@ -185,21 +203,32 @@ def _check_units(units: Mapping[str, Units], full: int) -> None:
             )
 
 
+def _check_bytes(units: Mapping[str, Units], policy: Policy) -> None:
+    split = sorted(name for name, unit in units.items() if unit.is_split)
+    if policy.own_bytes and sorted(policy.own_bytes) != split:
+        raise ConfigError(
+            "plan: rank_bytes",
+            found=f"bytes of {sorted(policy.own_bytes)}, and split units of {split}",
+            why="Each kind grows by itself where a rank holds more units, and all are added up.",
+            fix="Give the bytes of each of these names and of no other, or one number.",
+        )
+
+
 def _within_memory(
-    units: Sequence[Units], groups: Sequence[Form], degree: int, full: int, policy: Policy
+    units: Mapping[str, Units], groups: Sequence[Form], degree: int, full: int, policy: Policy
 ) -> int:
     """The least degree from `degree` to that of all survivors that fits; 0 if none does."""
     if not policy.memory_limit:
         return degree
     for ranks in range(degree, min(map(len, groups)) + 1):
-        growth = memory_growth(units, combined(groups, ranks), full)
+        growth = memory_growth(units, combined(groups, ranks), full, policy.own_bytes)
         if _bytes(policy, growth) <= policy.memory_limit:
             return ranks
     return 0
 
 
 def _bytes(policy: Policy, growth: Fraction) -> int:
-    return -(-policy.rank_bytes * growth.numerator // growth.denominator)
+    return -(-policy.total_bytes * growth.numerator // growth.denominator)
 
 
 def chosen(units: Sequence[Units], groups: Sequence[Form], full: int, policy: Policy) -> int:

@@ -320,7 +320,6 @@ class NtpPlan:
         lost = Counter(topology.coordinates(rank)["dp"] for rank in topology.failed)
         slow = {topology.coordinates(rank)["dp"] for rank, _ in self.rank_speeds}
         split = [(name, units) for name, units in self.units if units.is_split]
-        kinds = [units for _, units in split]
         # Most replicas are changed alike.
         known: dict[int | Form, tuple[Fraction, str, Fraction]] = {}
 
@@ -331,7 +330,8 @@ class NtpPlan:
             if over not in known:
                 found = ((units.efficiency(over), name) for name, units in split)
                 least = min(found, default=(Fraction(1), ""))
-                known[over] = (*least, memory_growth(kinds, over, full))
+                own = self.policy.own_bytes
+                known[over] = (*least, memory_growth(dict(split), over, full, own))
             return known[over]
 
         changed = []

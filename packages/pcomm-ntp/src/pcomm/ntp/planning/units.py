@@ -5,7 +5,7 @@ How fast a replica is, and how much a rank holds, follows from counts of units a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -253,10 +253,30 @@ def relative_speed(units: Sequence[Units], over: int | Sequence[Fraction], full:
     return time(full) / time(over)
 
 
-def memory_growth(units: Iterable[Units], over: int | Sequence[Fraction], full: int) -> Fraction:
-    """Largest number of units of a rank over that at the full degree, of any kind of units."""
-    grown = (Fraction(u.most_units(over), u.most_units(full)) for u in units if u.is_split)
-    return max(grown, default=Fraction(1))
+def memory_growth(
+    units: Mapping[str, Units],
+    over: int | Sequence[Fraction],
+    full: int,
+    own_bytes: Mapping[str, int] | None = None,
+) -> Fraction:
+    """Bytes of split units on the fullest rank over those at the full degree, at most.
+
+    Args:
+        units: Units by name.
+        over: Degree, or the speeds of the ranks.
+        full: Tensor-parallel degree without failures.
+        own_bytes: Bytes of each split name on a rank at the full degree. Without them all count as
+            those that grow most.
+    """
+    grown = {
+        name: Fraction(one.most_units(over), one.most_units(full))
+        for name, one in units.items()
+        if one.is_split
+    }
+    total = sum(own_bytes.values()) if own_bytes else 0
+    if own_bytes and total:
+        return sum((grown[name] * own for name, own in own_bytes.items()), Fraction(0)) / total
+    return max(grown.values(), default=Fraction(1))
 
 
 def lies_as_planned(declared: Layout, planned: Layout) -> bool:

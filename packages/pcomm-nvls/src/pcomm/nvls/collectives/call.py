@@ -106,12 +106,20 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
 
 
 def check_input(operation: str, x: Tensor, device: torch.device) -> None:
-    """Refuse a tensor that records gradients, or is on another kind of device. Local.
+    """Refuse what is no tensor, records gradients, or is on another kind of device. Local.
 
     Raises:
+        ConfigError: It is no tensor.
         UnsupportedError: Gradients are recorded for it, or it is no dense tensor.
         LayoutError: It is on another kind of device than the workspace.
     """
+    if not isinstance(x, Tensor):
+        raise ConfigError(
+            f"{operation}: {x!r:.80}",
+            found=f"a {type(x).__name__}",
+            why="The input is a tensor of this rank; the tensor for the result is `out`.",
+            fix=f"Call {operation}(x, out=out, workspace=workspace), or leave `out` away.",
+        )
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{operation}: shape {tuple(x.shape)}, requires_grad=True",

@@ -88,7 +88,11 @@ def all_gather_into_tensor(
         ConfigError: `out` or `x` lies in the workspace.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
-    key = (_ALL_GATHER, x.shape, x.dtype, dim, algo)
+    try:
+        key = (_ALL_GATHER, x.shape, x.dtype, dim, algo)
+    except AttributeError:
+        check_input(_ALL_GATHER, x, workspace.device)
+        raise
     done = again(workspace, key, x, out) if copy else None
     if done is not None:
         return done
@@ -206,6 +210,8 @@ def all_gather_coalesced(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     wanted = [None] * len(xs) if outs is None else list(outs)
+    for x in xs:
+        check_input(_COALESCED, x, workspace.device)
     shapes = [_stacked_shape(x, workspace.group.size) for x in xs]
     if len(wanted) != len(xs):
         raise LayoutError(
@@ -214,8 +220,6 @@ def all_gather_coalesced(
             why="Each tensor has one result.",
             fix="Pass as many, with None for a new tensor, or no outs.",
         )
-    for x in xs:
-        check_input(_COALESCED, x, workspace.device)
     for i, out in enumerate(wanted):
         if out is not None:
             # Only its own shard is written back where it has been read.

@@ -77,7 +77,11 @@ def all_reduce(
             only algorithms with a barrier refuse: without one nothing ends before all have read it.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
-    key = (_ALL_REDUCE, x.shape, x.dtype, algo)
+    try:
+        key = (_ALL_REDUCE, x.shape, x.dtype, algo)
+    except AttributeError:
+        check_input(_ALL_REDUCE, x, workspace.device)
+        raise
     done = again(workspace, key, x, out)
     if done is not None:
         return done
@@ -169,7 +173,11 @@ def reduce_scatter_tensor(
         ConfigError: `out` lies in the workspace, or `x` in a part of it that is in use.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
-    key = (_REDUCE_SCATTER, x.shape, x.dtype, dim, algo)
+    try:
+        key = (_REDUCE_SCATTER, x.shape, x.dtype, dim, algo)
+    except AttributeError:
+        check_input(_REDUCE_SCATTER, x, workspace.device)
+        raise
     done = again(workspace, key, x, out)
     if done is not None:
         return done
