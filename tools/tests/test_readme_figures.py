@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from importlib import import_module
 
 import pytest
@@ -96,11 +97,10 @@ def _how_close(benchmark):
     return [len(parts), sum(abs(part - 1) <= 0.15 for part in parts), min(parts), max(parts)]
 
 
-def _families():
-    """Causal families of transformers: those that the engine writes, all, refused, not tried."""
-    (found,) = (one for one in outcomes()["features"] if one["name"] == "pcomm-inference")
-    ends = [outcome.partition(":")[0] for outcome in found["outcomes"].values()]
-    return [ends.count("equal"), len(ends), ends.count("refused"), ends.count("not tried")]
+def _ends(feature):
+    """Of models of transformers: how many are equal, how many end in each other way."""
+    (found,) = (one["outcomes"] for one in outcomes()["features"] if one["name"] == feature)
+    return Counter(outcome.partition(":")[0] for outcome in found.values())
 
 
 _SHARED = [f"cp {n} random sequences" for n in ("2, 64", "4, 64", "4, 16")]
@@ -109,6 +109,7 @@ _GDN, _INFERENCE = ("packages/pcomm-gdn-cp/README.md", "packages/pcomm-inference
 _FSDP, _NTP = ("packages/pcomm-fsdp/README.md", "packages/pcomm-ntp/README.md")
 _PLAN = "docs/how-to/plan-a-run.md"
 _KILLED = ("median @ 2 x TP4, told by the launcher", "s to the next committed step")
+_FAMILIES, _CLASSES = _ends("pcomm-inference"), _ends("pcomm-fsdp")
 _SECONDS = ("installation", "s of the processor")
 _FIRST = {("fetched", "MB"): 1, _SECONDS: 1, ("on the disk", "MB"): 1000}
 
@@ -136,7 +137,12 @@ IN_SENTENCES = [
     (
         _INFERENCE,
         r"(\d+) of (\d+) causal families, .*? (\d+) are refused with the reason, (\d+) were not",
-        _families(),
+        [_FAMILIES["equal"], _FAMILIES.total(), _FAMILIES["refused"], _FAMILIES["not tried"]],
+    ),
+    (
+        _FSDP,
+        r"(\d+) of (\d+) classes of transformers that were tried",
+        [_CLASSES["equal"], _CLASSES.total() - _CLASSES["not tried"]],
     ),
     (_FSDP, r"steps are (\S+) to (\S+) times as fast on", _changes("separate communicators")),
     (_FSDP, r"and (\S+) to (\S+) on a rail of its own", _changes("a rail for reduces")),
