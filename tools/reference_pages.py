@@ -54,13 +54,12 @@ OTHERS = {
     "TORCHELASTIC_RESTART_COUNT": ("torchrun", "Number of earlier starts of the job."),
     "XDG_CACHE_HOME": (
         "the user's caches",
-        "Folder of caches of this user, ~/.cache without it. The one of tokens that runs share is "
-        "in it, unless PCOMM_CACHE or `data.cache` says otherwise.",
+        "Folder of caches of this user, ~/.cache without it.",
     ),
     "GLOO_SOCKET_IFNAME": (
         "gloo",
-        "Network interface of the ranks on this host. Without it `connect` takes that on the route "
-        "to the first host where the name of this one stands for loopback.",
+        "Network interface of the ranks on this host; without it, where its name stands for "
+        "loopback, that on the route to rank 0.",
     ),
     "OMP_NUM_THREADS": (
         "torch",

@@ -12,7 +12,7 @@ from typing import Any
 
 from repository import ROOT
 
-__all__ = ["works_with_page"]
+__all__ = ["outcomes", "works_with_page"]
 
 OUTCOMES = ROOT / "packages" / "pcomm-core" / "tests" / "core_support" / "works_with.json"
 
@@ -28,9 +28,15 @@ Tests compare some of each list in every run, and `python3 -m nox -s soak -- -k 
 """
 
 
+def outcomes() -> dict[str, Any]:
+    """The committed outcomes: `versions`, and for each of the `features` the end of each family."""
+    found: dict[str, Any] = json.loads(OUTCOMES.read_text())
+    return found
+
+
 def works_with_page() -> str:
     """The page, from the committed outcomes."""
-    found: dict[str, Any] = json.loads(OUTCOMES.read_text())
+    found = outcomes()
     sections = (_section(**one) for one in found["features"])
     return HEAD.format(**found["versions"]) + "\n".join(sections)
 

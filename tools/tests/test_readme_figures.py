@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from importlib import import_module
 
 import pytest
@@ -23,6 +24,7 @@ from row_tables import (
     tables_in,
     whole_rows_of,
 )
+from works_with import outcomes
 
 BENCHMARKS = {
     path.parent.name
@@ -60,18 +62,6 @@ def test_pages_are_as_the_tool_writes_them(page):
     assert filled(text) == text, "run `python tools/reference_pages.py`"
 
 
-def test_what_the_first_command_takes_is_what_was_measured():
-    rows = {case: float(value) for (case, _), value in rows_of("first_command").items()}
-    said = re.search(
-        r"fetches (\d+) MB and installs them in (\d+) seconds of processor time, as\s([\d.]+) GB",
-        (ROOT / "README.md").read_text(),
-    )
-    fetched, seconds, kept = map(float, said.groups())
-    assert fetched == pytest.approx(rows["fetched"], abs=5)
-    assert seconds == pytest.approx(rows["installation"], abs=0.5)
-    assert 1000 * kept == pytest.approx(rows["on the disk"], abs=50)
-
-
 def _times(name, unit, ours, theirs, places):
     """By how much one case is above another at each place."""
     rows = rows_of(name)
@@ -88,56 +78,121 @@ def _ratios(model, sizes):
     return [float(rows[case, "ms"]["ratio"]) for case in cases]
 
 
+def _values(name, unit, *cases):
+    rows = rows_of(name)
+    return [float(rows[case, unit]) for case in cases]
+
+
+def _predicted(benchmark, unit):
+    """Of each prediction of a unit, its part of what was measured in the same run."""
+    rows = load_rows(ROOT / "docs" / "benchmarks" / "forecast.csv")
+    rows = [row for row in rows if row.benchmark == benchmark and row.unit.startswith(unit)]
+    measured = {row.case: row.value for row in rows if row.ratio is None}
+    return [row.value / measured[row.ratio_to] for row in rows if row.ratio is not None]
+
+
+def _how_close(benchmark):
+    """How many were predicted, how many of them within 15 %, and the least and the largest part."""
+    parts = _predicted(benchmark, "ms")
+    return [len(parts), sum(abs(part - 1) <= 0.15 for part in parts), min(parts), max(parts)]
+
+
+def _ends(feature):
+    """Of models of transformers: how many are equal, how many end in each other way."""
+    (found,) = (one["outcomes"] for one in outcomes()["features"] if one["name"] == feature)
+    return Counter(outcome.partition(":")[0] for outcome in found.values())
+
+
 _SHARED = [f"cp {n} random sequences" for n in ("2, 64", "4, 64", "4, 16")]
+_STEPS = [f"{n} ranks, {model}" for n in (2, 4) for model in ("linear", "transformer")]
+_GDN, _INFERENCE = ("packages/pcomm-gdn-cp/README.md", "packages/pcomm-inference/README.md")
+_FSDP, _NTP = ("packages/pcomm-fsdp/README.md", "packages/pcomm-ntp/README.md")
+_PLAN = "docs/how-to/plan-a-run.md"
+_KILLED = ("median @ 2 x TP4, told by the launcher", "s to the next committed step")
+_FAMILIES, _CLASSES = _ends("pcomm-inference"), _ends("pcomm-fsdp")
+_SECONDS = ("installation", "s of the processor")
+_FIRST = {("fetched", "MB"): 1, _SECONDS: 1, ("on the disk", "MB"): 1000}
+
+
+def _changes(*names):
+    cases = [f"{name} @ {step}" for name in names for step in _STEPS]
+    return _values("fsdp", "x as fast, by one change", *cases)
+
+
+# Page, sentence, and what its numbers are: one for each, or the ends of more.
 IN_SENTENCES = [
-    ("gdn-cp", r"Of the (\S+) to (\S+)x by", _times("gdn_cp", "ms", "fused", "heads", _SHARED)),
+    (_GDN, r"Of the (\S+) to (\S+)x by", _times("gdn_cp", "ms", "fused", "heads", _SHARED)),
     (
-        "gdn-cp",
+        _GDN,
         r"bytes explain (\S+)x",
         _times("gdn_cp", "MB by arithmetic", "fused", "heads", _SHARED),
     ),
-    ("inference", r"SmolLM2-135M take (\S+) times", _ratios("SmolLM2-135M", [1])),
-    ("inference", r"of a tiny model (\S+) times", _ratios("tiny", [1])),
+    (_INFERENCE, r"SmolLM2-135M take (\S+) times", _ratios("SmolLM2-135M", [1])),
+    (_INFERENCE, r"of a tiny model (\S+) times", _ratios("tiny", [1])),
     (
-        "inference",
-        r"for 4 to 256 rows\s(\S+) to (\S+) times",
+        _INFERENCE,
+        r"for 4 to 256 rows (\S+) to (\S+) times",
         [n for model in ("tiny", "SmolLM2-135M") for n in _ratios(model, (4, 8, 16, 64, 256))],
+    ),
+    (
+        _INFERENCE,
+        r"(\d+) of (\d+) causal families, .*? (\d+) are refused with the reason, (\d+) were not",
+        [_FAMILIES["equal"], _FAMILIES.total(), _FAMILIES["refused"], _FAMILIES["not tried"]],
+    ),
+    (
+        _FSDP,
+        r"(\d+) of (\d+) classes of transformers that were tried",
+        [_CLASSES["equal"], _CLASSES.total() - _CLASSES["not tried"]],
+    ),
+    (_FSDP, r"steps are (\S+) to (\S+) times as fast on", _changes("separate communicators")),
+    (_FSDP, r"and (\S+) to (\S+) on a rail of its own", _changes("a rail for reduces")),
+    (
+        "docs/decisions/0010-gloo-collectives-between-pairs.md",
+        r"steps are (\S+) to (\S+) times as fast by pairs",
+        _changes("pairs in reduces", "pairs in gathers"),
+    ),
+    (_NTP, r"of (\d+) kills", [float(whole_rows_of("ntp")[_KILLED]["rounds"])]),
+    (
+        "docs/benchmarks/torchft.note",
+        r"in place of 0.3 s: (\S+) s here and (\S+) s there",
+        [
+            *_values("torchft", "s, median", "torchft, shortest @ 4 replica groups"),
+            *_values("ntp", _KILLED[1], "median @ 2 x TP2, by heartbeats alone, dead after 0.5 s"),
+        ],
+    ),
+    (
+        _PLAN,
+        r"Of (\d+) sharded steps, (\d+) .*?\((\S+) to (\S+)\)",
+        _how_close("plan_beside_fsdp"),
+    ),
+    (
+        _PLAN,
+        r"Of (\d+) exchanges .*?, (\d+) .*?\((\S+) to (\S+)\)",
+        _how_close("plan_beside_gdn_cp"),
+    ),
+    (_PLAN, r"too short: (\S+), (\S+) and (\S+) of", _predicted("dry_run_beside_run", "ms")),
+    (
+        _PLAN,
+        r"is counted to (\S+) % of",
+        [max(100 * abs(part - 1) for part in _predicted("dry_run_beside_run", "MiB"))],
+    ),
+    (
+        "README.md",
+        r"fetches (\d+) MB and installs them in (\d+) seconds of processor time, as (\S+) GB",
+        [float(rows_of("first_command")[key]) / per for key, per in _FIRST.items()],
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("package", "sentence", "measured"), IN_SENTENCES, ids=lambda part: str(part)[:30]
+    ("page", "sentence", "measured"), IN_SENTENCES, ids=lambda part: str(part)[:30]
 )
-def test_factors_in_sentences_are_those_of_the_rows(package, sentence, measured):
-    """One number for all rows, or the least and the largest."""
-    text = (ROOT / "packages" / f"pcomm-{package}" / "README.md").read_text()
-    said = re.search(sentence, text).groups()
-    ends = (min(measured), max(measured))
-    for shown, value in zip(said * (3 - len(said)), ends, strict=True):
+def test_figures_in_sentences_are_those_of_the_rows(page, sentence, measured):
+    said = re.search(sentence, " ".join((ROOT / page).read_text().split())).groups()
+    wanted = measured if len(said) == len(measured) else [min(measured), max(measured)]
+    for shown, value in zip(said * (len(wanted) // len(said)), wanted, strict=True):
         half = 0.5 * 10 ** -len(shown.partition(".")[2]) + 1e-9
         assert abs(float(shown) - value) <= half, f"{shown} for {value}"
-
-
-@pytest.mark.parametrize(
-    ("benchmark", "wanted"),
-    [
-        ("dry_run_beside_run", (2, 3)),
-        ("plan_beside_fsdp", (30, 32)),
-        ("plan_beside_gdn_cp", (15, 20)),
-    ],
-)
-def test_predictions_are_as_close_as_the_page_says(benchmark, wanted):
-    """Of times, those within 15 % of what was measured in the same run; the clock is not asked."""
-    rows = load_rows(ROOT / "docs" / "benchmarks" / "forecast.csv")
-    rows = [row for row in rows if row.benchmark == benchmark]
-    measured = {row.case: row.value for row in rows if row.ratio is None}
-    ratios = [
-        row.value / measured[row.ratio_to]
-        for row in rows
-        if row.ratio is not None and not row.unit.startswith("MiB")
-    ]
-    assert (sum(abs(ratio - 1) <= 0.15 for ratio in ratios), len(ratios)) == wanted
 
 
 def test_pages_with_rows_are_found():

@@ -234,6 +234,6 @@ def test_predictions_have_the_order_of_the_measured_steps(
     gloo, one, shared, apart = predicted_ms(*setting, compute_s)
     assert apart < shared <= one * (1 + 1e-9) < gloo
     if compute_s == 0.090:
-        # docs/concepts/simulation.md: between 0.67 and 0.91 of what was measured.
+        # Between 0.67 and 0.91 of what was measured.
         found = zip((gloo, one, shared, apart), MEASURED_MS[setting], strict=True)
         assert all(0.67 <= predicted / measured <= 0.91 for predicted, measured in found)

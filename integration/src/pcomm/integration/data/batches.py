@@ -334,9 +334,8 @@ class ShuffledRows:
     """A shuffle of the rows of each window of the stream; a permutation of all rows.
 
     Neighbouring rows of the stream are mostly of one document, and a batch of one document says
-    little about the others: the quick-start model learns much less from as many of them (see
-    `docs/decisions/0005-mixed-rows.md`). So the rows of a window, which is about an epoch long,
-    are mixed.
+    little about the others. So the rows of a window, which is about an epoch long, are mixed. A
+    batch stays a function of the seed and its index, and nothing is stored to go on.
 
     Args:
         seed: Decides the order, in [0, 2**64).
