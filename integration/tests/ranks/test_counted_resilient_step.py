@@ -27,7 +27,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SHORT = ("replicas", "two copies with tp")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in SHORT else [pytest.mark.soak]) for case in CASES],
+)
 def test_memory_and_traffic_are_those_of_a_session(tmp_path, case):
     parallel, survival = CASES[case]
     config = tiny_config(parallel, model=SIZES, **TRAIN)

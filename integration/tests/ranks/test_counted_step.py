@@ -87,7 +87,11 @@ def check(config: Config, tokens: Path) -> None:
         assert {key: num for key, num in counted.sent().items() if num} == sent
 
 
-@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize(
+    "case",
+    # The others have attention, too.
+    [pytest.param(case, marks=[pytest.mark.soak] * (case == "attention")) for case in ALONE],
+)
 def test_memory_alone(tokens, case):
     check(ALONE[case], tokens)
 
