@@ -26,7 +26,7 @@ from pcomm.integration.metrics.rows import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import ALL_RANKS, place_of, plan_sequences
 from pcomm.integration.precision import autocast
-from pcomm.integration.train.trainer import DeviceBatch
+from pcomm.integration.train.inputs import DeviceBatch
 from pcomm.ntp import NtpPlan
 
 __all__ = [
