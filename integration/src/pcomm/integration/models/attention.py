@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +167,7 @@ _FLASH = frozenset((torch.bfloat16, torch.float16))
 _FLASH_WIDTHS = range(8, 257, 8)
 
 
-def _attention_of_packs(device: torch.device) -> Callable[..., Tensor] | None:
+def _attention_of_packs(device: torch.device) -> Callable[..., Any] | None:
     """Torch's attention of a pack in one call; None where device or torch do not have it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return None
