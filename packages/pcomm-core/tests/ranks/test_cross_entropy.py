@@ -103,7 +103,10 @@ def test_loss_and_gradient_equal_torchs_however_the_logits_are_cut(
         layout = Layout.uneven(sizes)
         check(collectives, layout, num_tokens=num_tokens, scale=scale, seed=seed)
 
-    with mock.patch.object(cross_entropy, "_CPU_BYTES", num_bytes):
+    with (
+        mock.patch.object(cross_entropy, "_CPU_BYTES", num_bytes),
+        mock.patch.object(cross_entropy, "_LEAST_ROWS", 1),
+    ):
         run_virtual(on_rank, len(sizes))
 
 
@@ -120,6 +123,19 @@ def test_up_to_a_mebibyte_of_logits_is_computed_at_once(dtype: torch.dtype) -> N
         slope = float(upstream_T.abs().max())
         assert_close(loss_T.detach(), exact_T, num_terms=72, magnitude=float(exact_T.max()) + 1)
         assert_close(found_TV, exact_TV, num_terms=72, magnitude=slope)
+
+
+@pytest.mark.parametrize(("length", "rows"), [(2**13, 32), (2**14, 16), (2**15, 16)])
+def test_sixteen_tokens_are_computed_at_once_however_long_the_vocabulary(
+    length: int, rows: int
+) -> None:
+    logits_TV = torch.zeros(2 * rows, length, dtype=torch.bfloat16)
+    targets_T = torch.zeros(2 * rows, dtype=torch.int64)
+    with Largest() as found:
+        vocabulary_parallel_cross_entropy(
+            logits_TV, targets_T, Layout.even(length, 1), IdentityCollectives()
+        )
+    assert found.most[torch.float32] == 4 * rows * length
 
 
 class Largest(TorchDispatchMode):

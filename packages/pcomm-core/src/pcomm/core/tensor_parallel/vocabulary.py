@@ -180,12 +180,14 @@ def vocabulary_parallel_cross_entropy(
 # Bytes of logits in fp32 or wider that are there at once. On a CPU they stay in its cache, in which
 # the loss is faster than of whole logits; on a device a chunk is enough work for one launch.
 _CPU_BYTES, _DEVICE_BYTES = 2**20, 2**27
+# So many tokens at least, since each chunk is some calls of torch.
+_LEAST_ROWS = 16
 
 
 def _rows(logits_Tv: Tensor, dtype: torch.dtype) -> int:
     """How many tokens are computed at once, so that their logits in `dtype` are few bytes."""
     num_bytes = _CPU_BYTES if logits_Tv.device.type == "cpu" else _DEVICE_BYTES
-    return max(1, num_bytes // max(1, logits_Tv.shape[1] * dtype.itemsize))
+    return max(_LEAST_ROWS, num_bytes // max(1, logits_Tv.shape[1] * dtype.itemsize))
 
 
 class _CrossEntropy(torch.autograd.Function):
