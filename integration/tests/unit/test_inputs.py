@@ -14,8 +14,8 @@ from numpy.testing import assert_array_equal
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.data.batches import Batch, TrainBatches
+from pcomm.integration.data.inputs import DeviceBatch, ReadAhead
 from pcomm.integration.data.token_cache import TokenCorpus
-from pcomm.integration.train.inputs import DeviceBatch, ReadAhead
 
 ROWS, LENGTH = 8, 4
 NAME = "pcomm reads batches"
@@ -98,9 +98,9 @@ def test_an_error_is_raised_where_the_batch_is_asked_for() -> None:
     ahead = ReadAhead(own)
     asked: Any = {"dp_rank": 0, "dp_size": 1, "shares": ()}
     ahead.batch(0, micro=0, **asked)
-    own._corpus.bytes_per_id.resize(3, refcheck=False)
     assert ahead._next is not None
-    ahead._next[1].exception()
+    ahead._next[1].result()
+    own._corpus.bytes_per_id.resize(3, refcheck=False)
     # What was read by then is whole, and what comes after is not.
     ahead.batch(0, micro=1, **asked)
     with pytest.raises(ConfigError, match="a vocabulary of 3"):

@@ -24,6 +24,7 @@ from pcomm.integration.checkpoint.state import set_optimizer_step
 from pcomm.integration.config.model_rules import expert_blocks
 from pcomm.integration.config.sections import Resolved
 from pcomm.integration.data.batches import Batch, TrainBatches, padded
+from pcomm.integration.data.inputs import DeviceBatch, ReadAhead
 from pcomm.integration.metrics.rows import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.moe import Balance, rows_of_tokens
@@ -36,7 +37,6 @@ from pcomm.integration.parallelize import (
 )
 from pcomm.integration.precision import autocast
 from pcomm.integration.replicas import DataParallel
-from pcomm.integration.train.inputs import DeviceBatch, ReadAhead
 from pcomm.integration.train.optimizers import ParameterKinds, make_optimizer, set_rates
 from pcomm.integration.train.run_state import Rewarm, first_not_finite, learning_rates
 from pcomm.integration.train.speed import Speed, peak_memory_mib
