@@ -140,6 +140,7 @@ def build_model(
         dtype=dtype,
         experts=splitting["expert"].collectives if "expert" in splitting else None,
         recompute=config.train.recompute,
+        narrow_residual=config.train.residual == "compute",
         form=form,
     )
     if "expert" not in splitting:

@@ -23,6 +23,7 @@ OPTIONS = [
     CommOptions(timeout_s=60.0, high_priority=True),
     CommOptions(min_ctas=1, max_ctas=4, cga_cluster_size=2),
     CommOptions(collnet=False, traffic_class=0),
+    CommOptions(cta_policy="zero", nvls_ctas=4),
     CommOptions(threads=1),
 ]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.instrumented import SpyCollectives
@@ -88,16 +93,107 @@ def test_loss_and_gradient_equal_torchs_on_four_ranks(rank: int, scale: float) -
     num_tokens=st.integers(0, 6),
     scale=st.sampled_from([0.0, 0.1, 10.0, 1e4]),
     seed=st.integers(0, 1000),
+    num_bytes=st.sampled_from([1, 50, 2**20]),
 )
-@settings(max_examples=60, deadline=None)
-def test_loss_and_gradient_equal_torchs_however_the_vocabulary_is_cut(
-    sizes: list[int], num_tokens: int, scale: float, seed: int
+@settings(max_examples=100, deadline=None)
+def test_loss_and_gradient_equal_torchs_however_the_logits_are_cut(
+    sizes: list[int], num_tokens: int, scale: float, seed: int, num_bytes: int
 ) -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
         layout = Layout.uneven(sizes)
         check(collectives, layout, num_tokens=num_tokens, scale=scale, seed=seed)
 
-    run_virtual(on_rank, len(sizes))
+    with (
+        mock.patch.object(cross_entropy, "_CPU_BYTES", num_bytes),
+        mock.patch.object(cross_entropy, "_LEAST_ROWS", 1),
+    ):
+        run_virtual(on_rank, len(sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_up_to_a_mebibyte_of_logits_is_computed_at_once(dtype: torch.dtype) -> None:
+    layout, alone = Layout.even(64, 1), IdentityCollectives()
+    for num_tokens in (2**12, 2**12 + 1):
+        logits_TV, targets_T, upstream_T = example(num_tokens, 64, scale=3, seed=0)
+        logits_TV = logits_TV.to(dtype).requires_grad_()
+        loss_T = vocabulary_parallel_cross_entropy(logits_TV, targets_T, layout, alone)
+        assert ("_CrossEntropy" in type(loss_T.grad_fn).__name__) is (num_tokens > 2**12)
+        (found_TV,) = torch.autograd.grad(loss_T, logits_TV, upstream_T)
+        exact_T, exact_TV = plain(logits_TV.double(), targets_T, upstream_T)
+        slope = float(upstream_T.abs().max())
+        assert_close(loss_T.detach(), exact_T, num_terms=72, magnitude=float(exact_T.max()) + 1)
+        assert_close(found_TV, exact_TV, num_terms=72, magnitude=slope)
+
+
+@pytest.mark.parametrize(("length", "rows"), [(2**13, 32), (2**14, 16), (2**15, 16)])
+def test_sixteen_tokens_are_computed_at_once_however_long_the_vocabulary(
+    length: int, rows: int
+) -> None:
+    logits_TV = torch.zeros(2 * rows, length, dtype=torch.bfloat16)
+    targets_T = torch.zeros(2 * rows, dtype=torch.int64)
+    with Largest() as found:
+        vocabulary_parallel_cross_entropy(
+            logits_TV, targets_T, Layout.even(length, 1), IdentityCollectives()
+        )
+    assert found.most[torch.float32] == 4 * rows * length
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor in fp32 that an operation makes, and of one in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = dict.fromkeys((torch.float32, torch.bfloat16), 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.dtype in self.most:
+                size = one.untyped_storage().nbytes()
+                self.most[one.dtype] = max(self.most[one.dtype], size)
+        return result
+
+
+@pytest.mark.parametrize(("device", "num_bytes"), [("cpu", 2**20), ("meta", 2**27)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_chunk_of_the_logits_is_wide_at_once(
+    device: str, num_bytes: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_own = 2**17 // num_ranks if device == "meta" else 2**10
+    rows = num_bytes // (4 * num_own)
+    # Values of targets are not compared where there are none.
+    monkeypatch.setattr(cross_entropy, "check_ids", lambda *_, **__: None)
+
+    def on_rank(collectives: Collectives) -> None:
+        logits_Tv = torch.zeros(
+            4 * rows, num_own, dtype=torch.bfloat16, device=device, requires_grad=True
+        )
+        targets_T = torch.zeros(4 * rows, dtype=torch.int64, device=device)
+        layout = Layout.even(num_own * num_ranks, num_ranks)
+        with Largest() as found, torch.autograd.set_multithreading_enabled(False):
+            loss_T = vocabulary_parallel_cross_entropy(logits_Tv, targets_T, layout, collectives)
+            torch.autograd.grad(loss_T, logits_Tv, torch.ones_like(loss_T))
+        assert found.most == {torch.float32: num_bytes, torch.bfloat16: 2 * logits_Tv.numel()}
+
+    if num_ranks == 1:
+        on_rank(IdentityCollectives())
+    else:
+        run_virtual(on_rank, num_ranks)
+
+
+def test_a_rank_of_impossible_words_adds_nothing() -> None:
+    logits_TV = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
+    expected_T = F.cross_entropy(logits_TV, torch.tensor([1]), reduction="none")
+
+    def on_rank(collectives: VirtualCollectives) -> None:
+        layout = Layout.even(4, 2)
+        own_Tv = take_shard(logits_TV, layout, collectives.rank, dim=1)
+        loss_T = vocabulary_parallel_cross_entropy(own_Tv, torch.tensor([1]), layout, collectives)
+        assert_close(loss_T, expected_T, num_terms=8)
+
+    run_virtual(on_rank, 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

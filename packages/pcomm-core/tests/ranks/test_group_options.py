@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError, UnsupportedError
 from pcomm.core.groups.open_groups import open_groups
-from pcomm.core.groups.spec import CommOptions, GroupSpec, grant
+from pcomm.core.groups.spec import CommOptions, CtaPolicy, GroupSpec, grant
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.programs import PATIENCE_S
 from pcomm.core.topology import Topology
@@ -94,6 +94,46 @@ class NcclOptions:
         self.is_high_priority_stream = False
         self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1, cga_cluster_size=-1)
         self.config.traffic_class = -1
+
+
+class NewerNcclOptions(NcclOptions):
+    """Those of a build that has the fields of NCCL 2.27, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.cta_policy = self.config.nvls_ctas = -1
+
+
+@pytest.mark.parametrize(("policy", "number"), [("default", 0), ("efficiency", 1), ("zero", 2)])
+def test_nccl_gets_a_policy_by_its_number(
+    policy: CtaPolicy, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CommOptions(cta_policy=policy, nvls_ctas=7)
+    for made, refused in ((NewerNcclOptions, set()), (NcclOptions, {"cta_policy", "nvls_ctas"})):
+        nccl = SimpleNamespace(Options=made)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+        granted = grant(options, "nccl", group="dp")
+        assert set(granted.refused) == refused
+        if refused:
+            assert "no field cta_policy" in granted.refused["cta_policy"]
+            assert not hasattr(granted.pg_options.config, "cta_policy")
+        else:
+            assert granted.fields == {"cta_policy": policy, "nvls_ctas": 7}
+            found = granted.pg_options.config
+            assert (found.cta_policy, found.nvls_ctas) == (number, 7)
+
+
+def test_no_other_policy_is_taken() -> None:
+    with pytest.raises(ConfigError, match="default, efficiency, zero"):
+        grant(CommOptions(cta_policy="none"), "nccl", group="dp")  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_a_policy_that_is_not_granted_is_said(rank: int) -> None:
+    with open_groups(PAIR, [GroupSpec("dp", "gather", CommOptions(cta_policy="zero"))]) as opened:
+        told = opened.explain().splitlines()[-1]
+    assert "cta_policy=zero" in told
+    assert "cta_policy=gloo has no such option" in told
 
 
 @pytest.mark.parametrize("high_priority", [None, False, True])

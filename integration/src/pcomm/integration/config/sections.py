@@ -259,6 +259,10 @@ class TrainConfig:
     bf16 where the GPU or processor of every rank has instructions for it and a product is faster
     with them, else fp32; a run that goes on keeps what its checkpoint was trained in."""
 
+    residual: Literal["fp32", "compute"] = "fp32"
+    """Type of the sum that blocks add to. compute: that of `dtype`, which with bf16 halves what is
+    kept and moved between blocks, and rounds each sum to 8 bits."""
+
     recompute: bool = False
     """Compute each block again in backward and keep its input alone: the same numbers from less
     memory, in more time. What ranks send in a forward of layers they send again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -158,6 +159,8 @@ class TrainBatches:
         self.rows_per_batch = global_batch_tokens // sequence_length
         """Rows in the batch of one step, over all data-parallel ranks."""
         self._shift = 0
+        # Shuffles are kept between calls, which two threads may not fill at the same time.
+        self._lock = threading.Lock()
 
     def go_on(self, step: int, rows: int) -> None:
         """Let the batch of `step` begin where `rows` rows were read, such as in smaller batches."""
@@ -220,9 +223,10 @@ class TrainBatches:
         layout = Layout.balanced(len(local), num_micro)
         first = self.rows_before(step)
         segments: list[DocumentSlice] = []
-        for index in (local[i] for i in layout.positions(micro)):
-            order, start = self._row(first + index)
-            segments += order.segments(start, start + self._sequence_length)
+        with self._lock:
+            for index in (local[i] for i in layout.positions(micro)):
+                order, start = self._row(first + index)
+                segments += order.segments(start, start + self._sequence_length)
         return pack(self._corpus, segments)
 
     def num_targets(self, step: int) -> int:
@@ -232,8 +236,9 @@ class TrainBatches:
         """
         length = self._sequence_length
         first = self.rows_before(step)
-        rows = (self._row(first + n) for n in range(self.rows_per_batch))
-        num_ends = sum(order.num_ends(start, start + length) for order, start in rows)
+        with self._lock:
+            rows = (self._row(first + n) for n in range(self.rows_per_batch))
+            num_ends = sum(order.num_ends(start, start + length) for order, start in rows)
         return self.rows_per_batch * length - num_ends
 
     def epochs(self, steps: int) -> list[float]:

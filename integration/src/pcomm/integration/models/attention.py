@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pcomm.core import Layout
-from pcomm.gdn_cp import AttentionSpec
+from pcomm.gdn_cp import AttentionSpec, PackOffsets
 from pcomm.gdn_cp.ops import graph_break
 from pcomm.inference import KVMemory, KVSpec, paged_attention
 from pcomm.integration.models.forward_context import Context, StepContext
@@ -117,8 +119,10 @@ def packed_attention(
     """Causal attention of each sequence with itself alone; local.
 
     Neighbouring sequences of equal length are one call of torch's scaled_dot_product_attention,
-    so nothing is computed that a mask would throw away. The buffer is cut by `split`, whose
-    backward is one concatenation; slices would each write a gradient of the whole buffer.
+    so nothing is computed that a mask would throw away. Where they are of several lengths, on a GPU
+    all are one call of torch's `varlen_attn`, if it takes them. Elsewhere the buffer is cut by
+    `split`, whose backward is one concatenation; slices would each write a gradient of the whole
+    buffer. That one call has not run on hardware.
 
     Args:
         q_THK: Queries `[T, H, K]`.
@@ -135,6 +139,19 @@ def packed_attention(
         return q_THK
     if len(runs) == 1:
         return _equal_sequences(q_THK, k_TGK, v_TGK, runs[0][0])
+    if (attend := _attention_of_packs(q_THK.device)) is not None:
+        dtype = _lowered(q_THK)
+        if dtype in _FLASH and q_THK.shape[-1] in _FLASH_WIDTHS:
+            longest = max(length for _, length in runs)
+            places = PackOffsets.of(cu_seqlens).derived(_places, q_THK.device)
+            mixed_THK: Tensor = attend(
+                *(x.to(dtype) for x in (q_THK, k_TGK, v_TGK)),
+                *(places, places),
+                *(longest, longest),
+                window_size=(-1, 0),
+                enable_gqa=q_THK.shape[1] != k_TGK.shape[1],
+            )
+            return mixed_THK
     lengths = [count * length for count, length in runs]
     queries, keys, values = (x.split(lengths) for x in (q_THK, k_TGK, v_TGK))
     return torch.cat(
@@ -142,6 +159,45 @@ def packed_attention(
             _equal_sequences(q, k, v, count)
             for q, k, v, (count, _) in zip(queries, keys, values, runs, strict=True)
         ]
+    )
+
+
+# What torch's kernel takes: formats, and widths of a head.
+_FLASH = frozenset((torch.bfloat16, torch.float16))
+_FLASH_WIDTHS = range(8, 257, 8)
+
+
+def _attention_of_packs(device: torch.device) -> Callable[..., Any] | None:
+    """Torch's attention of a pack in one call; None where device or torch do not have it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # Torch 2.10 has one that says in another way what is causal, and takes as many key heads as
+    # query heads.
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if "window_size" in known and "enable_gqa" in known else None
+
+
+def _lowered(x: Tensor) -> torch.dtype:
+    """The dtype that autocast gives to what torch itself computes attention of."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def _places(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Offsets of the sequences on a device, without the empty ones."""
+    kept = [0, *(b for a, b in itertools.pairwise(cu_seqlens) if b > a)]
+    places = torch.tensor(kept, dtype=torch.int32)
+    # From pinned memory, as otherwise the host would wait for the micro-batch before this one.
+    return (
+        places.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else places.to(device)
     )
 
 

@@ -68,6 +68,8 @@ class LanguageModel(nn.Module):
         recompute: True to compute each block again in backward instead of keeping what it needs.
         form: Speed of each tensor-parallel rank, to which its share of the layers is proportional;
             empty for equal shares, or those that are closest to them.
+        narrow_residual: True to have the residual stream of `forward` in the dtype of autocast and
+            not in that of the parameters.
 
     Parameters hold torch's default values until `initialisation.initialise` is called.
     """
@@ -86,9 +88,11 @@ class LanguageModel(nn.Module):
         initialise: bool = True,
         recompute: bool = False,
         form: tuple[Fraction, ...] = (),
+        narrow_residual: bool = False,
     ) -> None:
         super().__init__()
         self.config, self._recomputes = config, recompute
+        self._narrow_residual = narrow_residual
         self.collectives = collectives or IdentityCollectives()
         build = LayerBuilder(
             config,
@@ -156,6 +160,8 @@ class LanguageModel(nn.Module):
         """
         context = Context(plan, self._rotation(plan), self.has_stream_shares, balance)
         x = self.embedding(tokens_T)
+        if self._narrow_residual and torch.is_autocast_enabled(self.device.type):
+            x = x.to(torch.get_autocast_dtype(self.device.type))
         keeps = not (self._recomputes and torch.is_grad_enabled())
         for block in self.blocks:
             # Nothing in a block is random.
@@ -313,8 +319,9 @@ class Block(nn.Module):
             self.mlp = MixtureOfExperts(build) if has_experts else SwiGLU(build)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """`[T, D]` to `[T, D]`."""
-        x = x + self.mixer(self.mixer_norm(x), context)
+        """`[T, D]` to `[T, D]`, in the dtype of `x`."""
+        # What is added may be in a wider one than a narrow stream; the sum is rounded once.
+        x = (x + self.mixer(self.mixer_norm(x), context)).to(x.dtype)
         return self._feed_forward(x, context.balance)
 
     def step(self, x: Tensor, context: StepContext, memory: LayerMemory) -> Tensor:
@@ -331,4 +338,4 @@ class Block(nn.Module):
         normed = self.mlp_norm(x)
         with_experts = isinstance(self.mlp, MixtureOfExperts)
         y: Tensor = self.mlp(normed, balance) if with_experts else self.mlp(normed)
-        return x + y
+        return (x + y).to(x.dtype)

@@ -165,6 +165,9 @@ class RMSNorm(nn.Module):
             weight = 1.0 + self.weight.to(wide)
             return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
         weight = self.weight
+        if weight.dtype != x.dtype:
+            # Under autocast. Torch has one kernel where the two are alike, and several otherwise.
+            weight = weight.to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def first_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -20,13 +20,13 @@ from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.checkpoint.state import read
 from pcomm.integration.config.sections import Resolved
 from pcomm.integration.data.batches import TrainBatches, evaluation_batches, padded
+from pcomm.integration.data.inputs import DeviceBatch
 from pcomm.integration.data.preparation import Prepared
 from pcomm.integration.data.token_cache import TokenCorpus
 from pcomm.integration.metrics.rows import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import ALL_RANKS, place_of, plan_sequences
 from pcomm.integration.precision import autocast
-from pcomm.integration.train.trainer import DeviceBatch
 from pcomm.ntp import NtpPlan
 
 __all__ = [

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+import torch
 from torch.profiler import record_function
 
 from pcomm.core import Group, Groups, connect
@@ -149,7 +150,7 @@ def _train(
         together("train: data", prepare, timeout_s=_TOKENISING_S)
         prepared = together("train: tokens", lambda: open_prepared(run_dir))
         with open_run_groups(resolved, world) as groups:
-            steps = StepTrace(trace, world.rank, groups[ALL_RANKS, "control"])
+            steps = StepTrace(trace, world.rank, groups[ALL_RANKS, "control"], world.device)
             watched = steps.watched(groups)
             model = build_model(resolved, watched, world.device)
             if resolved.model.from_ and newest(run_dir) is None:
@@ -351,10 +352,13 @@ class StepTrace:
         path: The file; None to record nothing.
         rank: Global rank of this process.
         control: All ranks; carries the events and is not traced.
+        device: Device of this rank.
     """
 
-    def __init__(self, path: Path | None, rank: int, control: Group) -> None:
-        self.recorder = Recorder(rank, is_on=False)
+    def __init__(
+        self, path: Path | None, rank: int, control: Group, device: torch.device | None = None
+    ) -> None:
+        self.recorder = Recorder(rank, is_on=False, device=device)
         self._path, self._control = path, control
         self._steps = self._recorded = 0
 

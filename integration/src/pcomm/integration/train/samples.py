@@ -16,12 +16,12 @@ from torch import Tensor
 from pcomm.core import Groups
 from pcomm.integration.config.sections import Config, Resolved
 from pcomm.integration.data.batches import IGNORE, Batch, padded
+from pcomm.integration.data.inputs import DeviceBatch
 from pcomm.integration.data.tokenizer import BytePairTokenizer
 from pcomm.integration.files import atomic_write
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import ALL_RANKS, place_of, plan_sequences
 from pcomm.integration.precision import autocast
-from pcomm.integration.train.trainer import DeviceBatch
 from pcomm.ntp import NtpPlan
 
 __all__ = ["SAMPLES", "continue_prompts", "prompts_of", "tell_samples", "write_samples"]

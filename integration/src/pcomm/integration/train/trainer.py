@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
@@ -25,6 +24,7 @@ from pcomm.integration.checkpoint.state import set_optimizer_step
 from pcomm.integration.config.model_rules import expert_blocks
 from pcomm.integration.config.sections import Resolved
 from pcomm.integration.data.batches import Batch, TrainBatches, padded
+from pcomm.integration.data.inputs import DeviceBatch, ReadAhead
 from pcomm.integration.metrics.rows import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.moe import Balance, rows_of_tokens
@@ -43,7 +43,6 @@ from pcomm.integration.train.speed import Speed, peak_memory_mib
 from pcomm.ntp import NtpPlan
 
 __all__ = [
-    "DeviceBatch",
     "StepResult",
     "Trainer",
     "check_batch_memory",
@@ -103,6 +102,7 @@ class Trainer:
             self.replicas.named_parameters(), kinds, config.train
         )
         self.rewarm: Rewarm | None = None
+        self._inputs = ReadAhead(batches) if model.device.type == "cuda" else batches
         self._place = place_of(config, groups, plan)
         self._tp = groups["tp"].collectives
         self._has_compared = groups["cp"].is_identity or not compares
@@ -196,7 +196,7 @@ class Trainer:
         for micro in range(num_micro):
             start = time.perf_counter()
             with record_function("data"):
-                batch = self.batches.batch(
+                batch = self._inputs.batch(
                     index, micro=micro, dp_rank=replica, dp_size=num_replicas, shares=shares
                 )
             self._speed.data_s += time.perf_counter() - start
@@ -336,28 +336,6 @@ class StepResult(NamedTuple):
 
     is_finite: bool = True
     """Whether loss and gradient were finite numbers; otherwise no parameter has changed."""
-
-
-class DeviceBatch(NamedTuple):
-    """Inputs of `LanguageModel.token_losses`: the tokens of this context-parallel rank."""
-
-    tokens: Tensor
-    """`[T]`, int64."""
-
-    targets: Tensor
-    """`[T]`, int64: the token after each."""
-
-    plan: Plan
-    """The plan of the sequences of all context-parallel ranks."""
-
-    @classmethod
-    def of(cls, batch: Batch, plan: Plan, device: torch.device) -> DeviceBatch:
-        """The tokens of `batch` that `plan` gives this rank, on `device`."""
-        tokens, targets = (
-            plan.shard(torch.from_numpy(array)).to(device, non_blocking=True)
-            for array in (batch.tokens, batch.targets)
-        )
-        return cls(tokens, targets, plan)
 
 
 # The fields of glibc's `struct mallinfo2`, of which the 5th and the 8th are asked for.

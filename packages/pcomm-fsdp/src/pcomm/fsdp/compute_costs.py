@@ -10,7 +10,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.core.groups.group import Group
 from pcomm.core.simulate.program import Kind, Task
 from pcomm.core.trace.events import COMPUTE, Event, queue_of
-from pcomm.core.trace.recording import Recorder
+from pcomm.core.trace.recording import Mark, Recorder
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.schedule import Phase, Schedule, UnitEvent
@@ -87,7 +87,8 @@ class ComputeRecorder:
     """Turns what the runtime tells of units into events `forward UNIT` and `backward UNIT`.
 
     Each segment of computing between two of them is one event, of the innermost unit; the runtime's
-    own time there is left out. On a GPU that is the time in which the host hands work over.
+    own time there is left out. Where the recorder has no clock of a GPU, that is the time in which
+    the host hands work over.
 
     Args:
         recorder: Recorder that takes the events.
@@ -96,7 +97,7 @@ class ComputeRecorder:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._open: list[UnitEvent] = []
-        self._start_s = 0.0
+        self._start: Mark = 0.0
 
     def pause(self, unit_event: UnitEvent) -> None:
         """A unit begins or ends something; the runtime takes over."""
@@ -106,8 +107,8 @@ class ComputeRecorder:
         if self._open:
             of, recorder = self._open[-1], self._recorder
             name = f"{of.phase} {of.unit}"
-            now = recorder.clock()
-            recorder.add(Event("", "", name, 0, self._start_s, now, recorder.rank, COMPUTE))
+            event = Event("", "", name, 0, 0.0, 0.0, recorder.rank, COMPUTE)
+            recorder.add_between(event, self._start, recorder.mark())
         if unit_event.kind == "use":
             self._open.append(unit_event)
         elif unit_event.kind == "done":
@@ -115,7 +116,7 @@ class ComputeRecorder:
 
     def resume(self) -> None:
         """The runtime has done what it had to."""
-        self._start_s = self._recorder.clock()
+        self._start = self._recorder.mark()
 
 
 def compute_segments(schedule: Schedule, costs: Costs) -> dict[int, float]:

@@ -1,3 +1,4 @@
+from pcomm.gdn_cp.pack_offsets import PackOffsets as PackOffsets
 from pcomm.gdn_cp.plan import Plan as Plan
 from pcomm.gdn_cp.plan import make_plan as make_plan
 from pcomm.gdn_cp.specs import AttentionSpec as AttentionSpec

@@ -34,11 +34,11 @@ from pcomm.core.errors import ClosedError
 __all__ = ["DistributedCollectives", "Issued", "OpenGroup", "in_front"]
 
 
-Issued = tuple[Any, Tensor | None, Tensor | Callable[[], Tensor]]
+Issued = tuple[Any, tuple[Tensor, ...], Tensor | Callable[[], Tensor]]
 """An operation in flight.
 
 - Its handle; None if it has ended.
-- The tensor that it reads, which has to live until it has ended.
+- The tensors that it reads and writes, which have to live until it has ended.
 - Its result with `dim` first, or the function that computes that once it has ended. The tensor is
   the `out` of the call itself if the result was written there.
 """
@@ -100,12 +100,15 @@ class DistributedCollectives(Handle, Collectives):
         # Not the call, which would keep its input alive.
         issued, dim, out = self._issued(call, True), call.dim, call.out
         work, polled = (issued[0], None) if self.is_seen_by_host else (None, issued[0])
-        group = self._group
+        group, stream = self._group, _stream_of(call.x)
 
         def finish() -> Tensor:
             if isinstance(issued[0], dist.Work):
                 group.check_wait(issued[0])
-            return _finished(issued, dim, out)
+            result = _finished(issued, dim, out)
+            if stream is not None:
+                _keep_for_waiter(issued[1], stream)
+            return result
 
         return Pending(finish, work, polled=polled)
 
@@ -162,7 +165,7 @@ class DistributedCollectives(Handle, Collectives):
             # Its own place in `out` is where the input may lie.
             front = not_over(front, gathered, self.rank * front.nbytes)
         work = self._gather(gathered, front, self._group.get(), is_async)
-        return work, front, gathered
+        return work, (front, gathered), gathered
 
     def _gather_padded(
         self, front: Tensor, lengths: Sequence[int], target: Tensor | None, is_async: bool
@@ -177,7 +180,7 @@ class DistributedCollectives(Handle, Collectives):
             padded = zip(gathered.split(longest), lengths, strict=True)
             return torch.cat([shard[:length] for shard, length in padded], out=target)
 
-        return work, front, join
+        return work, (front, gathered), join
 
     def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
         length, uneven = scatter_sizes(call, self.rank, self.size)
@@ -191,7 +194,7 @@ class DistributedCollectives(Handle, Collectives):
             front = not_over(front, shard, -self.rank * shard.nbytes)
         operation = self._operation("sum", front)
         work = self._scatter(shard, front, operation, self._group.get(), is_async)
-        return work, front, shard
+        return work, (front, shard), shard
 
     def _exchange_and_add(self, call: Call, is_async: bool) -> Issued:
         """A reduce-scatter by an all-to-all and a local sum, for shards of any length."""
@@ -213,14 +216,14 @@ class DistributedCollectives(Handle, Collectives):
             total: Tensor = torch.sum(parts, 0, dtype=parts.dtype, out=target)
             return total
 
-        return work, front, add
+        return work, (front, parts), add
 
     def _all_reduce(self, call: Call, is_async: bool) -> Issued:
         # Made contiguous before and returned after: torch reduces only dense memory, and a view
         # handed back unreduced is the classic mistake here (Megatron-LM #5338).
         operation, total = self._operation(call.op, call.x), _own_copy(call)
         work = dist.all_reduce(total, operation, self._group.get(), is_async)
-        return work, total, total
+        return work, (total,), total
 
     def _all_to_all(self, call: Call, is_async: bool) -> Issued:
         length, sent, received = transfer_sizes(call, self.rank, self.size)
@@ -230,7 +233,7 @@ class DistributedCollectives(Handle, Collectives):
         else:
             front = not_over(front, target)
         work = dist.all_to_all_single(target, front, received, sent, self._group.get(), is_async)
-        return work, front, target
+        return work, (front, target), target
 
     def _broadcast(self, call: Call, is_async: bool) -> Issued:
         check_source(call, self.size)
@@ -238,7 +241,7 @@ class DistributedCollectives(Handle, Collectives):
         work = dist.broadcast(
             target, group=self._group.get(), async_op=is_async, group_src=call.source
         )
-        return work, target, target
+        return work, (target,), target
 
     def _operation(self, op: Reduction, x: Tensor) -> Any:
         """Torch's name of a reduction; refuses one that is unknown, or not made of this dtype."""
@@ -246,6 +249,24 @@ class DistributedCollectives(Handle, Collectives):
             check_reduction(op)
         # Gloo adds booleans as bytes, and two times true is then no boolean any more.
         return self._operations["max" if x.dtype == torch.bool else op]
+
+
+def _stream_of(x: Tensor) -> torch.Stream | None:
+    """The stream on which operations of `x` are issued; None on a CPU."""
+    return torch.cuda.current_stream(x.device) if x.is_cuda else None
+
+
+def _keep_for_waiter(tensors: Sequence[Tensor], issued_on: torch.Stream) -> None:
+    """Have memory of `issued_on` outlive what the stream that has waited does with it. Local.
+
+    Torch's allocator gives memory to the next tensor of the stream that it was made on, which need
+    not have waited for the operation. The stream that has waited comes behind it.
+    """
+    waited_on = _stream_of(tensors[0])
+    if waited_on is None or waited_on == issued_on:
+        return
+    for tensor in tensors:
+        tensor.record_stream(waited_on)
 
 
 def _finished(issued: Issued, dim: int, out: Tensor | None) -> Tensor:

@@ -137,7 +137,7 @@ class GlooCollectives(DistributedCollectives):
         self._count_as_torch()
         transfer = self._queue.start(item, is_async=is_async)
         # The queue keeps alive what the operation reads.
-        return transfer, None, result
+        return transfer, (), result
 
 
 def _is_known(dtype: torch.dtype) -> bool:

@@ -7,14 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
 from pcomm.core.control.control import format_ranks
 from pcomm.core.errors import ConfigError, UnsupportedError
 
-__all__ = ["CommOptions", "Granted", "GroupSpec", "Rails", "grant"]
+__all__ = ["CommOptions", "CtaPolicy", "Granted", "GroupSpec", "Rails", "grant"]
+
+CtaPolicy = Literal["default", "efficiency", "zero"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class CommOptions:
         cga_cluster_size: NCCL: thread blocks that form a cluster.
         collnet: NCCL: allow in-network reduction (SHARP) on this communicator.
         traffic_class: NCCL: network traffic class.
+        cta_policy: NCCL: how many thread blocks it takes from what computes meanwhile. `"zero"`
+            gives gathers to the copy engines where it can, which is on memory that was registered
+            as symmetric; `"efficiency"` takes as few as reach the full speed. Has not run on
+            hardware.
+        nvls_ctas: NCCL: thread blocks of collectives through the switch (NVLS).
         strict: Raise if a field that was asked for is not granted.
     """
 
@@ -50,6 +57,8 @@ class CommOptions:
     cga_cluster_size: int | None = None
     collnet: bool | None = None
     traffic_class: int | None = None
+    cta_policy: CtaPolicy | None = None
+    nvls_ctas: int | None = None
     strict: bool = False
 
     @property
@@ -177,11 +186,12 @@ def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
         group: Name of the group, for the error.
 
     Raises:
-        ConfigError: A number of threads or of seconds is none that a communicator can have.
+        ConfigError: A number of threads or of seconds, or a policy, is none that a communicator
+            can have.
         UnsupportedError: With `strict`, if a field cannot be granted; it names each and why.
     """
     asked = options.asked
-    _check_numbers(asked, group)
+    _check_values(asked, group)
     refused: dict[str, str] = {}
     pg_options: Any = None
     if backend == "nccl":
@@ -217,10 +227,22 @@ _NCCL_CONFIG = {
     "cga_cluster_size": "cga_cluster_size",
     "collnet": "collnet_enable",
     "traffic_class": "traffic_class",
+    "cta_policy": "cta_policy",
+    "nvls_ctas": "nvls_ctas",
 }
+# As nccl.h numbers them.
+_CTA_POLICIES: Mapping[str, int] = {"default": 0, "efficiency": 1, "zero": 2}
 
 
-def _check_numbers(asked: Mapping[str, Any], group: str) -> None:
+def _check_values(asked: Mapping[str, Any], group: str) -> None:
+    policy, known = asked.get("cta_policy"), get_args(CtaPolicy)
+    if policy is not None and policy not in known:
+        raise ConfigError(
+            f"open_groups: group {group!r} with {asked}",
+            found=f"cta_policy={policy!r}",
+            why="NCCL knows no other policy.",
+            fix=f"Give one of {', '.join(known)}, or None for NCCL's own.",
+        )
     # Gloo accepts 0 threads, and then no thread works on its queue.
     threads, timeout_s = asked.get("threads", 1), asked.get("timeout_s", 1.0)
     is_count = isinstance(threads, int) and threads >= 1
@@ -247,7 +269,8 @@ def _nccl_options(asked: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
         if name not in asked:
             continue
         if hasattr(pg_options.config, field):
-            setattr(pg_options.config, field, int(asked[name]))
+            value = asked[name]
+            setattr(pg_options.config, field, int(_CTA_POLICIES.get(value, value)))
         else:
             refused[name] = f"this torch build's NCCL configuration has no field {field}"
     return pg_options, refused

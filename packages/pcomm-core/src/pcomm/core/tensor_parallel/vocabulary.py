@@ -135,11 +135,13 @@ def vocabulary_parallel_cross_entropy(
 ) -> Tensor:
     """Nats per token, the same on all ranks, from each rank's columns of the logits.
 
-    On one rank this is `F.cross_entropy`. Otherwise collective in forward only: two all-reduces
-    of one and two numbers per token (largest logit; sum of exponentials and target's logit).
+    Collective in forward only: two all-reduces of one and two numbers per token (largest logit; sum
+    of exponentials and target's logit). On one rank nothing is sent, and few logits go through
+    `F.cross_entropy`.
 
     Args:
-        logits_Tv: This rank's columns, any floating dtype; computed in fp32 or wider.
+        logits_Tv: This rank's columns, any floating dtype. They are computed in fp32 or wider, some
+            tokens at a time, so that not all of them are ever there in that dtype.
         targets_T: int64, the same on all ranks; `ignore_index` gives zero loss and gradient.
         layout: Layout of the V columns, in rank order.
         collectives: Collectives of the tensor-parallel group, without gradients.
@@ -162,18 +164,38 @@ def vocabulary_parallel_cross_entropy(
             why="Each rank passes its own columns, which are never gathered.",
             fix="Pass the output of a ColumnParallelLinear over this layout, not gathered.",
         )
-    wide_Tv = logits_Tv if logits_Tv.dtype == torch.float64 else logits_Tv.float()
-    if collectives.size == 1:
+    dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
+    rows = _rows(logits_Tv, dtype)
+    if collectives.size == 1 and len(targets_T) <= rows:
+        wide_Tv = logits_Tv.to(dtype)
         return F.cross_entropy(wide_Tv, targets_T, reduction="none", ignore_index=ignore_index)
     check_ids(_NAME, targets_T, layout, ignored=ignore_index)
     first = first_position(layout, collectives.rank)
-    loss: Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        wide_Tv, targets_T, first, collectives, ignore_index
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_Tv, targets_T, first, collectives, ignore_index, dtype, rows
     )
     return loss
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
+# Bytes of logits in fp32 or wider that are there at once. On a CPU they stay in its cache, in which
+# the loss is faster than of whole logits; on a device a chunk is enough work for one launch.
+_CPU_BYTES, _DEVICE_BYTES = 2**20, 2**27
+# So many tokens at least, since each chunk is some calls of torch.
+_LEAST_ROWS = 16
+
+
+def _rows(logits_Tv: Tensor, dtype: torch.dtype) -> int:
+    """How many tokens are computed at once, so that their logits in `dtype` are few bytes."""
+    num_bytes = _CPU_BYTES if logits_Tv.device.type == "cpu" else _DEVICE_BYTES
+    return max(_LEAST_ROWS, num_bytes // max(1, logits_Tv.shape[1] * dtype.itemsize))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they came, and two numbers of each token.
+
+    Exponentials are computed again in backward, so that only those of one chunk are ever there.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -182,43 +204,65 @@ class _SplitCrossEntropy(torch.autograd.Function):
         first: int,
         collectives: Collectives,
         ignore_index: int,
+        dtype: torch.dtype,
+        rows: int,
     ) -> Tensor:
         num_tokens, num_own = logits_Tv.shape
         local_T = targets_T - first
         is_own_T = (local_T >= 0) & (local_T < num_own) & (targets_T != ignore_index)
-        least_T = logits_Tv.new_full((num_tokens,), -torch.inf)
-        largest_T = collectives.all_reduce(logits_Tv.amax(-1) if num_own else least_T, op="max")
-        shifted_Tv = logits_Tv - largest_T.unsqueeze(-1)
         own_T = local_T.masked_fill(~is_own_T, 0)
-        sums_2T = logits_Tv.new_zeros(2, num_tokens)
-        if num_own:
-            # Taken from the shifted logits: a small loss is lost when the largest logit is added
-            # to its logarithm first.
-            target_T = shifted_Tv.gather(-1, own_T.unsqueeze(-1)).squeeze(-1)
-            sums_2T[1] = target_T.masked_fill(~is_own_T, 0.0)
-        exponentials_Tv = shifted_Tv.exp_()
-        sums_2T[0] = exponentials_Tv.sum(-1)
+        # Of this rank's columns: the largest logit, the sum of exponentials, the target's logit. A
+        # rank whose logits are all minus infinity still has a number to subtract.
+        least = torch.finfo(dtype).min
+        own_largest_T = logits_Tv.new_full((num_tokens,), least, dtype=dtype)
+        sums_2T = logits_Tv.new_zeros((2, num_tokens), dtype=dtype)
+        room_Rv = logits_Tv.new_empty((min(rows, num_tokens), num_own), dtype=dtype)
+        # Where there is no column there is no target to look up either.
+        for part in _chunks(num_tokens if num_own else 0, rows):
+            own_Rv = logits_Tv[part]
+            largest_R = own_Rv.amax(-1).to(dtype).clamp_min_(least)
+            target_R = own_Rv.gather(-1, own_T[part].unsqueeze(-1)).squeeze(-1)
+            wide_Rv = torch.sub(own_Rv, largest_R.unsqueeze(-1), out=room_Rv[: len(own_Rv)])
+            torch.sum(wide_Rv.exp_(), -1, out=sums_2T[0, part])
+            own_largest_T[part], sums_2T[1, part] = largest_R, target_R
+        largest_T = collectives.all_reduce(own_largest_T, op="max")
+        sums_2T[0] *= (own_largest_T - largest_T).exp_()
+        # Before the logarithm: a small loss is lost when the largest logit is added to that first.
+        sums_2T[1] = (sums_2T[1] - largest_T).masked_fill_(~is_own_T, 0.0)
         sums_2T = collectives.all_reduce(sums_2T)
-        loss_T = sums_2T[0].log() - sums_2T[1]
         is_ignored_T = targets_T == ignore_index
-        softmax_Tv = exponentials_Tv.div_(sums_2T[0].unsqueeze(-1))
-        ctx.size = collectives.size
-        ctx.save_for_backward(softmax_Tv, own_T, is_own_T, is_ignored_T)
-        return loss_T.masked_fill(is_ignored_T, 0.0)
+        loss_T = sums_2T[0].log() - sums_2T[1]
+        ctx.size, ctx.rows = collectives.size, rows
+        ctx.save_for_backward(logits_Tv, largest_T, sums_2T[0], own_T, is_own_T, is_ignored_T)
+        return loss_T.masked_fill_(is_ignored_T, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{_NAME}: backward with create_graph=True",
-                found=f"logits split over {ctx.size} ranks",
-                why="What backward keeps is the softmax, through which no gradient would pass.",
-                fix="Take second derivatives on one rank, or of another loss.",
+                found=f"logits over {ctx.size} rank(s), computed {ctx.rows} tokens at a time",
+                why="Backward keeps two sums of each token, through which no gradient would pass.",
+                fix="Take second derivatives of F.cross_entropy, or of another loss.",
             )
-        softmax_Tv, own_T, is_own_T, is_ignored_T = ctx.saved_tensors
-        scale_T1 = gradients[0].masked_fill(is_ignored_T, 0.0).unsqueeze(-1)
-        gradient_Tv = softmax_Tv * scale_T1
-        if gradient_Tv.shape[1]:
-            at_target_T1 = scale_T1.masked_fill(~is_own_T.unsqueeze(-1), 0.0)
-            gradient_Tv.scatter_add_(-1, own_T.unsqueeze(-1), -at_target_T1)
-        return gradient_Tv, None, None, None, None
+        logits_Tv, largest_T, sum_T, own_T, is_own_T, is_ignored_T = ctx.saved_tensors
+        slope_T = gradients[0].masked_fill(is_ignored_T, 0.0)
+        scale_T = slope_T / sum_T
+        at_target_T1 = slope_T.masked_fill_(~is_own_T, 0.0).neg_().unsqueeze(-1)
+        result_Tv, dtype = torch.empty_like(logits_Tv), sum_T.dtype
+        is_wide = logits_Tv.dtype == dtype
+        shape_Rv = (0 if is_wide else min(ctx.rows, len(sum_T)), logits_Tv.shape[1])
+        room_Rv = logits_Tv.new_empty(shape_Rv, dtype=dtype)
+        for part in _chunks(len(sum_T) if logits_Tv.shape[1] else 0, ctx.rows):
+            own_Rv, place_Rv = logits_Tv[part], result_Tv[part]
+            wide_Rv = place_Rv if is_wide else room_Rv[: len(own_Rv)]
+            torch.sub(own_Rv, largest_T[part].unsqueeze(-1), out=wide_Rv)
+            wide_Rv.exp_().mul_(scale_T[part].unsqueeze(-1))
+            wide_Rv.scatter_add_(-1, own_T[part].unsqueeze(-1), at_target_T1[part])
+            if not is_wide:
+                place_Rv.copy_(wide_Rv)
+        return result_Tv, None, None, None, None, None, None
+
+
+def _chunks(num_tokens: int, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, num_tokens, rows)]

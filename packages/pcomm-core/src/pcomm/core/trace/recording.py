@@ -16,9 +16,13 @@ from torch import Tensor
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.groups.open_groups import Groups
+from pcomm.core.trace.device_clock import DeviceClock
 from pcomm.core.trace.events import COMPUTE, WAIT, Event, StopIs, queue_of
 
-__all__ = ["Recorder", "TracedCollectives", "gather_events", "traced", "traced_groups"]
+__all__ = ["Mark", "Recorder", "TracedCollectives", "gather_events", "traced", "traced_groups"]
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds of the host's clock, or a place in a stream of a GPU."""
 
 
 def traced_groups(groups: Groups, recorder: Recorder) -> Groups:
@@ -65,28 +69,33 @@ class TracedCollectives(InstrumentedCollectives):
         self._queue = queue_of(group, role)
 
     def run(self, call: Call) -> Tensor:
-        """Record from the call to its return."""
-        sent_bytes = call.sent_bytes(self.rank, self.size)
-        start_s = self._recorder.clock()
+        """Record from the call to its return; on a GPU, to the end of the operation there."""
+        sent_bytes, device = call.sent_bytes(self.rank, self.size), call.x.device
+        start = self._recorder.mark(device)
         result = self.inner.run(call)
-        self._add(call.operation, sent_bytes, start_s, _end(call.x, "done"), True)
+        stop = self._recorder.mark(device)
+        self._add(call.operation, sent_bytes, start, stop, _end(device, "done", start, stop), True)
         return result
 
     def start(self, call: Call) -> Pending:
         """Record from the call to the end of the operation, and the wait."""
         # Not the call itself: it holds tensors.
         name, sent_bytes = call.operation, call.sent_bytes(self.rank, self.size)
-        start_s = self._recorder.clock()
+        recorder, device = self._recorder, call.x.device
+        start_s, start = recorder.clock(), recorder.mark(device)
         pending = self.inner.start(call)
-        is_seen = pending.on_done(lambda: self._add(name, sent_bytes, start_s, "done", False))
-        stop_is = _end(call.x, "wait")
+        is_seen = pending.on_done(
+            lambda: self._add(name, sent_bytes, start_s, recorder.clock(), "done", False)
+        )
 
         def finish() -> Tensor:
-            wait_s = self._recorder.clock()
+            before = recorder.mark(device)
             result = pending.wait()
+            after = recorder.mark(device)
             if not is_seen:
-                self._add(name, sent_bytes, start_s, stop_is, False)
-            self._add(f"wait {name}", 0, wait_s, "done", True, WAIT)
+                stop_is = _end(device, "wait", start, after)
+                self._add(name, sent_bytes, start, after, stop_is, False)
+            self._add(f"wait {name}", 0, before, after, "done", True, WAIT)
             return result
 
         return pending.around(finish)
@@ -95,30 +104,31 @@ class TracedCollectives(InstrumentedCollectives):
         self,
         name: str,
         sent_bytes: int,
-        start_s: float,
+        start: Mark,
+        stop: Mark,
         stop_is: StopIs,
         blocks: bool,
         queue: str = "",
     ) -> None:
         recorder = self._recorder
-        recorder.add(
-            Event(
-                self._group,
-                self._role,
-                name,
-                sent_bytes,
-                start_s,
-                recorder.clock(),
-                recorder.rank,
-                queue or self._queue,
-                stop_is,
-                blocks,
-            )
+        event = Event(
+            self._group,
+            self._role,
+            name,
+            sent_bytes,
+            0.0,
+            0.0,
+            recorder.rank,
+            queue or self._queue,
+            stop_is,
+            blocks,
         )
+        recorder.add_between(event, start, stop)
 
 
-def _end(x: Tensor, on_host: StopIs) -> StopIs:
-    return on_host if x.device.type == "cpu" else "launch"
+def _end(device: torch.device, on_host: StopIs, start: Mark, stop: Mark) -> StopIs:
+    is_timed = all(isinstance(mark, torch.cuda.Event) for mark in (start, stop))
+    return on_host if device.type == "cpu" or is_timed else "launch"
 
 
 class Recorder:
@@ -131,6 +141,9 @@ class Recorder:
         rank: Global rank of this process.
         clock: Function that returns a monotonic time in seconds.
         is_on: True to keep events; may be changed at any time.
+        device: Device of the computations. Those of a GPU have the times of its streams, which are
+            read when the events are asked for, and wait for the device; otherwise they have those
+            of the host.
     """
 
     def __init__(
@@ -139,22 +152,67 @@ class Recorder:
         *,
         clock: Callable[[], float] = time.perf_counter,
         is_on: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self.rank, self.clock, self.is_on = rank, clock, is_on
-        self._events: list[Event] = []
+        is_gpu = device is not None and device.type == "cuda"
+        self._device_clock = DeviceClock(device, clock) if device is not None and is_gpu else None
+        # Those on a GPU with the marks between which they are, as long as these are not read.
+        self._events: list[Event | tuple[Event, torch.cuda.Event, torch.cuda.Event]] = []
         self._lock = threading.Lock()
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What was recorded until now."""
+        """What was recorded until now; waits for the GPU if there is something on it."""
         with self._lock:
-            return tuple(self._events)
+            if any(not isinstance(one, Event) for one in self._events):
+                assert self._device_clock is not None, "there are marks"
+                self._device_clock.wait()
+            found = [one if isinstance(one, Event) else self._read(*one) for one in self._events]
+            self._events[:] = found
+            return tuple(found)
+
+    def _read(self, event: Event, start: torch.cuda.Event, stop: torch.cuda.Event) -> Event:
+        assert self._device_clock is not None, "there are marks"
+        start_s, stop_s = self._device_clock.seconds(start, stop)
+        return dataclasses.replace(event, start_s=start_s, stop_s=stop_s)
 
     def add(self, event: Event) -> None:
         """Keep an event, unless `is_on` is false. Local, from any thread."""
         if self.is_on:
             with self._lock:
                 self._events.append(event)
+
+    def mark(self, device: torch.device | None = None) -> Mark:
+        """This moment: on the GPU of this recorder if it is of that device, else on the host.
+
+        Args:
+            device: Device of what is done; None for that of the recorder.
+        """
+        clock = self._device_clock
+        if clock is None or not self.is_on or (device is not None and device != clock.device):
+            return self.clock()
+        return clock.mark() or self.clock()
+
+    def add_between(self, event: Event, start: Mark, stop: Mark) -> None:
+        """Keep an event that lies between two marks, unless `is_on` is false. Local.
+
+        Args:
+            event: The event, whose own times do not count.
+            start: Mark of its start.
+            stop: Mark of its stop. Where one of the two is on the host, both are.
+        """
+        if not self.is_on:
+            return
+        on_device = torch.cuda.Event
+        if isinstance(start, on_device) and isinstance(stop, on_device):
+            with self._lock:
+                self._events.append((event, start, stop))
+            return
+        now = self.clock()
+        start_s = now if isinstance(start, on_device) else start
+        stop_s = now if isinstance(stop, on_device) else stop
+        self.add(dataclasses.replace(event, start_s=start_s, stop_s=stop_s))
 
     def clear(self) -> None:
         """Forget all events."""
@@ -165,13 +223,14 @@ class Recorder:
     def span(self, name: str, queue: str = COMPUTE) -> Iterator[None]:
         """Record the time that the `with` block takes; also one that ends with an error. Local.
 
-        Around work on a GPU this is the time in which the host hands it over.
+        Around work on a GPU that is not the recorder's it is that in which the host hands it over.
         """
-        start_s = self.clock()
+        start = self.mark()
         try:
             yield
         finally:
-            self.add(Event("", "", name, 0, start_s, self.clock(), self.rank, queue))
+            event = Event("", "", name, 0, 0.0, 0.0, self.rank, queue)
+            self.add_between(event, start, self.mark())
 
 
 def gather_events(recorder: Recorder, control: Collectives) -> list[Event]:
