@@ -28,6 +28,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from triton.language.standard import _elementwise_max, _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.inference.attention.scores import PLAIN, Softmax
 from pcomm.inference.attention.turn import HeadTurn
@@ -294,10 +295,10 @@ def decode_kernel(
         if HAS_SLOPES:
             score += slope[:, None] * (position - newest)[None, :].to(tl.float32)
         score = tl.where(is_seen[None, :], score, float("-inf"))
-        higher = tl.maximum(high, tl.reduce(score, 1, _larger))
+        higher = tl.maximum(high, tl.reduce(score, 1, _elementwise_max))
         weight = tl.exp(score - higher[:, None])
         shrink = tl.exp(high - higher)
-        total = total * shrink + tl.reduce(weight, 1, _add)
+        total = total * shrink + tl.reduce(weight, 1, _sum_combine)
         mixed = mixed * shrink[:, None]
         mixed = dot(rounded(weight, query.dtype), value.to(query.dtype), mixed)
         high = higher
@@ -339,14 +340,3 @@ def decode_kernel(
     place = (request.to(tl.int64) * KEY_HEADS * ROWS + query_head) * VALUE_WIDTH
     found = rounded(mixed / total[:, None], out.dtype.element_ty)
     tl.store(out + place[:, None] + value_column[None, :], found, mask=is_result)
-
-
-# Triton's own `tl.max` and `tl.sum` cannot be interpreted in a process that imported them before.
-@triton.jit  # type: ignore[untyped-decorator]
-def _larger(left: tl.tensor, right: tl.tensor) -> tl.tensor:
-    return tl.maximum(left, right)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(left: tl.tensor, right: tl.tensor) -> tl.tensor:
-    return left + right
