@@ -138,7 +138,12 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
     by_kernel = {
         "decode_kernel": partial(_decode_bytes, lengths),
         "turn_kernel": _turn_bytes,
-        **dict.fromkeys(("largest_kernel", "draw_kernel", "choose_kernel"), _sampling_bytes),
+        "largest_kernel": lambda logits, **_: logits.nbytes,
+        "draw_kernel": lambda logits, mixed, **_: logits.nbytes + mixed.nbytes,
+        # What is listed between two cuts is little.
+        "choose_kernel": lambda logits, scores, **_: (
+            logits.nbytes * (params.top_k > 0) + 2 * scores.nbytes
+        ),
         "edit_kernel": lambda told, **given: told.nbytes + 12 * given["num_edits"],
     }
     with (
@@ -192,16 +197,6 @@ def _turn_bytes(**given: Any) -> int:
     names = ("queries", "new_keys", "new_values", "turned_queries", "turned_keys", "cosines")
     moved = [given[name] for name in (*names, "sines", "slots", "new_keys", "new_values")]
     return sum(one.numel() * one.element_size() for one in moved)
-
-
-def _sampling_bytes(**given: Any) -> int:
-    """What a launch reads that chooses tokens: logits and noise; what is listed is little."""
-    if "out" in given:
-        # Of a row that keeps all tokens, the best of each part.
-        return int(given["scores"].nbytes + given["ids"].nbytes)
-    noise: int = given["mixed"].nbytes if "mixed" in given else 0
-    size: int = given["logits"].nbytes
-    return size + noise
 
 
 class Layer(NamedTuple):

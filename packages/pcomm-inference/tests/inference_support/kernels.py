@@ -16,7 +16,14 @@ import pytest
 __all__ = ["compiled", "load_kernels", "resources"]
 
 # Each after those that it imports.
-_MODULES = ("launch", "attention.turn_kernel", "attention.decode_kernel", "layers.step_kernels")
+_MODULES = (
+    "launch",
+    "attention.turn_kernel",
+    "attention.decode_kernel",
+    "layers.step_kernels",
+    "sampling.draw_kernels",
+    "sampling.edit_kernel",
+)
 
 
 def load_kernels(patch: pytest.MonkeyPatch, *, is_interpreted: bool) -> dict[str, ModuleType]:
