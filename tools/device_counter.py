@@ -83,7 +83,9 @@ def counting(kernel_bytes: Mapping[str, Callable[..., int]] | None = None) -> It
         name = kernel.__name__
         found.launches[name] += 1
         of_kernel = sizes.get(name)
-        tensors = [one for one in tree_leaves((arguments, named)) if isinstance(one, Tensor)]
+        leaves = tree_leaves((arguments, named))
+        # One that is given twice, or in the place of one that is not read, counts once.
+        tensors = {id(one): one for one in leaves if isinstance(one, Tensor)}.values()
         found.num_bytes += of_kernel(**named) if of_kernel else sum(map(_extent, tensors))
 
     with ExitStack() as stack:

@@ -71,11 +71,16 @@ def steps() -> list[Step]:
     """Steps of an engine with a model in the shape of Llama 3.1 8B in bf16."""
     decode = f"at {_CONTEXT:,} tokens"
     drawn = SamplingParams(temperature=1.0, max_tokens=99, ignore_eos=True)
+    changed = SamplingParams(
+        temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+        presence_penalty=0.5, logit_bias={7: 1.0}, max_tokens=99, ignore_eos=True,
+    )  # fmt: skip
     with mock.patch.object(runner, "recorder_for", return_value=None):
         return [
             _step(f"1 request, a token {decode}", 1),
             _step(f"32 requests, a token each {decode}", 32),
             _step("the same, drawn at temperature 1", 32, params=drawn),
+            _step("the same with filters and penalties", 32, params=changed),
             _step(f"31 requests so, likeliest tokens, and a prompt of {_CHUNK}", 31, prompt=_CHUNK),
             _step(f"a prompt of {_PROMPT:,}", 0, prompt=_PROMPT),
         ]
@@ -130,7 +135,17 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         attention += counted.total - before
         return mixed
 
-    by_kernel = {"decode_kernel": partial(_decode_bytes, lengths)}
+    by_kernel = {
+        "decode_kernel": partial(_decode_bytes, lengths),
+        "turn_kernel": _turn_bytes,
+        "largest_kernel": lambda logits, **_: logits.nbytes,
+        "draw_kernel": lambda logits, mixed, **_: logits.nbytes + mixed.nbytes,
+        # What is listed between two cuts is little.
+        "choose_kernel": lambda logits, scores, **_: (
+            logits.nbytes * (params.top_k > 0) + 2 * scores.nbytes
+        ),
+        "edit_kernel": lambda told, **given: told.nbytes + 12 * given["num_edits"],
+    }
     with (
         mock.patch.object(engine._runner, "run", run),
         mock.patch.object(attention_of_models, "paged_attention", attend),
@@ -175,6 +190,13 @@ def _decode_bytes(lengths: Sequence[int], **given: Any) -> int:
     new: int = sum(one.numel() * one.element_size() for one in moved)
     # The new token is written, and read with the others.
     return new + own + 4 * pairs + sum(length + 2 for length in lengths) * of_token
+
+
+def _turn_bytes(**given: Any) -> int:
+    """What a launch moves that turns the heads of a prompt: of the blocks, the new tokens alone."""
+    names = ("queries", "new_keys", "new_values", "turned_queries", "turned_keys", "cosines")
+    moved = [given[name] for name in (*names, "sines", "slots", "new_keys", "new_values")]
+    return sum(one.numel() * one.element_size() for one in moved)
 
 
 class Layer(NamedTuple):
@@ -316,13 +338,14 @@ def page() -> str:
         count=count, launches=update.total, waits=update.waits, size=_gb(update.num_bytes)
     )
     text += _GOALS
-    decode, many, drawn, _, prompt = served
+    decode, many, drawn, changed, _, prompt = served
     mixed = _a_layer(decode.counted.total - decode.sampling)
     text += _goal("launches of a layer to decode", 7, mixed)
     text += _goal(
         "bytes of decoding, of the least", 1.05, many.counted.num_bytes / many.least_bytes
     )
     text += _goal("launches to draw tokens", 5, drawn.sampling)
+    text += _goal("the same with filters and penalties", 5, changed.sampling)
     text += _goal(
         f"attention launches of a layer, prompt of {_PROMPT:,}", 2, _a_layer(prompt.attention)
     )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow
-from pcomm.inference.sampling.sampler import Sampler, TokenNoise
+from pcomm.inference.sampling.noise import TokenNoise
+from pcomm.inference.sampling.sampler import Sampler
 
 pytestmark = [
     pytest.mark.gpu,

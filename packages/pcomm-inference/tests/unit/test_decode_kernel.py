@@ -6,10 +6,8 @@ number of keys from which splits grow.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +16,8 @@ import torch
 from torch import Tensor
 
 from core_support.fake_driver import fake_driver
+from inference_support import kernels
+from inference_support.kernels import load_kernels
 from inference_support.paged_tokens import Pool, Tokens
 from inference_support.score_cases import CASES, G, H, assert_right, made
 from pcomm.core.testing.assertions import assert_equal
@@ -26,20 +26,11 @@ from pcomm.inference.model import KVMemory
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-NAME = "pcomm.inference.attention.decode_kernel"
 LENGTHS = (2, 65, 256, 257)
 
 
 def load(patch: pytest.MonkeyPatch, *, is_interpreted: bool) -> ModuleType:
-    """The module, made anew: a kernel is what the variable says when it is defined."""
-    patch.setenv("TRITON_INTERPRET", str(int(is_interpreted)))
-    found = importlib.util.find_spec(NAME)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    patch.setitem(sys.modules, NAME, module)
-    found.loader.exec_module(module)
-    return module
+    return load_kernels(patch, is_interpreted=is_interpreted)["attention.decode_kernel"]
 
 
 @pytest.fixture
@@ -149,11 +140,6 @@ def test_long_prompts_of_changed_scores_are_cut(monkeypatch: pytest.MonkeyPatch)
 
 def compiled(module: ModuleType, capability: int, softmax: Softmax, window: int | None) -> Any:
     """For a Llama-8B layer of 8 requests in bf16: what a launch would compile."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.compiler import compile as compile_kernel
-    from triton.runtime.jit import create_function_from_signature
-
     heads, key_heads, width, count = 32, 8, 128, 8
     numbers = torch.empty(count, (heads + 2 * key_heads) * width, dtype=torch.bfloat16)
     parts = numbers.split([heads * width, key_heads * width, key_heads * width], 1)
@@ -163,12 +149,7 @@ def compiled(module: ModuleType, capability: int, softmax: Softmax, window: int 
     launch = module.decode_launch(
         (q, k, v), KVMemory(pool, pool), places, q.new_empty(q.shape), {}, softmax, window
     )
-    target, kernel = GPUTarget("cuda", capability, 32), module.decode_kernel
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, _ = bind(**launch.arguments)
-    options, *source = kernel._pack_args(backend, {}, bound, specialization, {})
-    return compile_kernel(ASTSource(kernel, *source), target=target, options=vars(options))
+    return kernels.compiled(launch, capability)
 
 
 @pytest.mark.parametrize("capability", [90, 100])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pcomm.inference.sampling.sampler import TokenNoise
+from pcomm.inference.sampling.noise import TokenNoise
 
 VOCABULARY = 151_936
 

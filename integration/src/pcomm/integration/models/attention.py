@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from pcomm.core import Layout
 from pcomm.gdn_cp import AttentionSpec, PackOffsets
 from pcomm.gdn_cp.ops import graph_break
-from pcomm.inference import KVMemory, KVSpec, paged_attention
+from pcomm.inference import HeadTurn, KVMemory, KVSpec, paged_attention
+from pcomm.inference.layers import ResidualStream
 from pcomm.integration.models.forward_context import Context, StepContext
-from pcomm.integration.models.layers import LayerBuilder, rotate
+from pcomm.integration.models.layers import LayerBuilder, RMSNorm, rotate
 
 __all__ = ["Attention", "packed_attention"]
 
@@ -74,6 +75,31 @@ class Attention(nn.Module):
             q_THK, k_TGK = rotate(q_norm.forward(q_THK), turn), rotate(k_norm.forward(k_TGK), turn)
         mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, memory, context.batch)
         return self._gated(mixed_THK.flatten(1), [part.flatten(1) for part in gate])
+
+    def step_on_device(
+        self, stream: ResidualStream, norm: RMSNorm, context: StepContext, memory: KVMemory
+    ) -> None:
+        """The same on a GPU, from the norm of the stream, to which the result is added.
+
+        Collective over the tensor-parallel group.
+        """
+        assert context.rotation is not None, "a model with attention has rotations"
+        cos_T11R, sin_T12R = context.rotation
+        q_norm, k_norm = self.q_norm, self.k_norm
+        turn = HeadTurn(
+            cos_T11R.flatten(1),
+            sin_T12R[:, 0, 1],
+            None if q_norm is None else q_norm.of_step,
+            None if k_norm is None else k_norm.of_step,
+        )
+        all_TC = stream.product(norm.of_step, self.qkv)
+        all_THK = all_TC.view(len(all_TC), -1, self.spec.head_dim)
+        q_THK, k_TGK, v_TGK, *gate = all_THK.split_with_sizes(self.heads, 1)
+        mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, memory, context.batch, turn=turn)
+        mixed_TC = mixed_THK.flatten(1)
+        for gate_THK in gate:
+            mixed_TC = mixed_TC * gate_THK.flatten(1).sigmoid()
+        stream.add_product(self.output, mixed_TC)
 
     @property
     def memory_spec(self) -> KVSpec:

@@ -19,6 +19,7 @@ from pcomm.core.tensor_parallel import (
 )
 from pcomm.gdn_cp import AttentionSpec, Plan, Spec
 from pcomm.inference import LayerMemory, LayerSpec, StepBatch
+from pcomm.inference.layers import ResidualStream
 from pcomm.inference.roofline import StepWeights
 from pcomm.integration.config.model_rules import expert_blocks, mixer_units, mixers
 from pcomm.integration.config.sections import ResolvedModel
@@ -226,13 +227,25 @@ class LanguageModel(nn.Module):
         turn = self._turns(batch.positions_T) if self._has_attention else None
         context = StepContext.of(batch, turn)
         x = self.embedding(batch.tokens_T)
-        for block, own in zip(self._blocks, memory, strict=True):
-            assert own is not None, "every block keeps something"
-            x = block.step(x, context, own)
-        logits_Lv: Tensor = self.head(self.norm(x.index_select(0, batch.logits_rows)))
+        if ResidualStream.takes(x):
+            logits_Lv = self._step_on_device(ResidualStream(x), context, memory)
+        else:
+            for block, own in zip(self._blocks, memory, strict=True):
+                assert own is not None, "every block keeps something"
+                x = block.step(x, context, own)
+            logits_Lv = self.head(self.norm(x.index_select(0, batch.logits_rows)))
         if self.collectives.size == 1:
             return logits_Lv
         return self.collectives.all_gather(logits_Lv, dim=-1, sizes=self.vocabulary.sizes)
+
+    def _step_on_device(
+        self, stream: ResidualStream, context: StepContext, memory: Sequence[LayerMemory | None]
+    ) -> Tensor:
+        """This rank's part of the logits, where sums, norms and gates are part of other kernels."""
+        for block, own in zip(self._blocks, memory, strict=True):
+            assert own is not None, "every block keeps something"
+            block.step_on_device(stream, context, own)
+        return stream.select(context.batch.logits_rows).product(self.norm.of_step, self.head)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, whatever part of them this rank has; local."""
@@ -331,6 +344,22 @@ class Block(nn.Module):
         x = x + self.mixer.step(self.mixer_norm.forward(x), context, memory)  # type: ignore[arg-type]
         mlp, norm = self.mlp, self.mlp_norm
         return x if mlp is None or norm is None else x + mlp.forward(norm.forward(x))
+
+    def step_on_device(
+        self, stream: ResidualStream, context: StepContext, memory: LayerMemory
+    ) -> None:
+        """The same on a GPU, where what is added to the stream is part of other kernels."""
+        mixer, mlp, norm = self.mixer, self.mlp, self.mixer_norm
+        if isinstance(mixer, Attention):
+            mixer.step_on_device(stream, norm, context, memory)  # type: ignore[arg-type]
+        else:
+            stream.add(mixer.step(stream.normed(norm.of_step), context, memory))  # type: ignore[arg-type]
+        if self.mlp_norm is None or mlp is None:
+            return
+        if isinstance(mlp, SwiGLU):
+            mlp.step_on_device(stream, self.mlp_norm)
+        else:
+            stream.add(mlp.forward(stream.normed(self.mlp_norm.of_step)))
 
     def _feed_forward(self, x: Tensor, balance: Balance | None) -> Tensor:
         if self.mlp is None or self.mlp_norm is None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from pcomm.core import Collectives, IdentityCollectives, Layout
 from pcomm.core.tensor_parallel import ColumnParallelLinear, ParamLayout, RowParallelLinear
 from pcomm.gdn_cp.ops import Kernels, choose_kernels
+from pcomm.inference.layers import Norm, ResidualStream
 from pcomm.integration.config.sections import ResolvedModel
 from pcomm.ntp import Units
 
@@ -170,6 +171,11 @@ class RMSNorm(nn.Module):
             weight = weight.to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
+    @property
+    def of_step(self) -> Norm:
+        """What the kernels of a step are told of it."""
+        return Norm(self.weight, self.eps, self.is_zero_centred)
+
     def first_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Values of the weight before training: a scale of 1; see `initialisation`."""
         return torch.zeros(shape) if self.is_zero_centred else torch.ones(shape)
@@ -199,6 +205,10 @@ class SwiGLU(nn.Module):
         """`[T, D]` to `[T, D]`; collective over the tensor-parallel group."""
         y: Tensor = self.down(swiglu(self.gate_up(x)))
         return y
+
+    def step_on_device(self, stream: ResidualStream, norm: RMSNorm) -> None:
+        """Add to the stream what its norm gives; collective over the tensor-parallel group."""
+        stream.add_product(self.down, stream.gated_product(norm.of_step, self.gate_up))
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -1,4 +1,5 @@
 from pcomm.inference.attention.paged_attention import paged_attention as paged_attention
+from pcomm.inference.attention.turn import HeadTurn as HeadTurn
 from pcomm.inference.engine.engine import Engine as Engine
 from pcomm.inference.engine.request import Request as Request
 from pcomm.inference.engine.request import RequestOutput as RequestOutput

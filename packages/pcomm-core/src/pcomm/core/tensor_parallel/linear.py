@@ -134,6 +134,13 @@ class ColumnParallelLinear(FastModule):
         self._gathers_tokens = sequence_parallel
         self.run = type(self)._split_and_gather if gather_output else type(self)._split
 
+    @property
+    def is_local(self) -> bool:
+        """Whether a product without gradients communicates nothing."""
+        if self.collectives.size == 1:
+            return True
+        return not self._gathers_tokens and self.run is not type(self)._split_and_gather
+
     def replace_weight(self, product: WeightProduct) -> None:
         """See `replaced_weight.WeightProduct`: `product` computes in place of the weight. Local."""
         self.multiply = _replaced_linear(self, product)

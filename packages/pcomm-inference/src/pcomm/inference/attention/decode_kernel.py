@@ -9,7 +9,8 @@ How a request is cut depends on its own number of keys alone, and so does the or
 the bits of a row do not depend on the rest of the batch, nor on the width of the block tables.
 
 The program of the newest key writes it, and its value, before it reads the others: no other program
-reads that place. So the launch also takes the place of the two that write keys and values.
+reads that place. So the launch also takes the place of the two that write keys and values, and of
+those that norm and turn queries and keys by their positions.
 
 Source:
     Dao et al., Flash-Decoding for long-context inference, 2023; Kwon et al., Efficient Memory
@@ -21,25 +22,26 @@ Source:
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from triton.language.standard import _elementwise_max, _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.inference.attention.scores import PLAIN, Softmax
+from pcomm.inference.attention.turn import HeadTurn
+from pcomm.inference.attention.turn_kernel import turn_arguments, turned
+from pcomm.inference.launch import DTYPES, Launch, dot, rounded
 from pcomm.inference.model import KVMemory
 
-__all__ = ["DecodeLaunch", "decode_kernel", "decode_launch", "takes"]
+__all__ = ["decode_kernel", "decode_launch", "takes"]
 
 # Keys of a split, as long as there are no more than so many splits; keys of a step of its loop.
 _SPLIT, _MOST_SPLITS, _TILE = 256, 64, 64
 # Fewest rows and columns of a matrix that the tensor cores multiply.
 _LEAST = 16
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Widest key or value, so that a tile of both and the sums fit in the registers and shared memory.
 _MOST_WIDTH = 256
 
@@ -47,28 +49,7 @@ _MOST_WIDTH = 256
 def takes(q_NHK: Tensor, memory: KVMemory) -> bool:
     """Whether the kernel computes such layers."""
     width = max(memory.keys.shape[3], memory.values.shape[3])
-    return q_NHK.dtype in _DTYPES and memory.keys.dtype in _DTYPES and width <= _MOST_WIDTH
-
-
-@dataclass(frozen=True)
-class DecodeLaunch:
-    """The kernel, its grid and its arguments.
-
-    Args:
-        grid: Requests, key heads, splits of the longest request.
-        arguments: Arguments of the kernel, by name.
-        device: Device of the tensors.
-    """
-
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    device: torch.device
-
-    def run(self) -> None:
-        """Enqueue it on the current stream of its device."""
-        on_cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():
-            decode_kernel[self.grid](**self.arguments)
+    return q_NHK.dtype in DTYPES and memory.keys.dtype in DTYPES and width <= _MOST_WIDTH
 
 
 def decode_launch(
@@ -79,7 +60,8 @@ def decode_launch(
     prepared: dict[Any, Any],
     softmax: Softmax = PLAIN,
     window: int | None = None,
-) -> DecodeLaunch:
+    turn: HeadTurn | None = None,
+) -> Launch:
     """The launch for one layer; it also writes the new keys and values. No wait for the device.
 
     Args:
@@ -91,6 +73,7 @@ def decode_launch(
         prepared: Keeps the scratch tensors for the other layers of the step.
         softmax: How scores become weights.
         window: Number of keys that a token sees; None for all.
+        turn: How the kernel norms and turns the new queries and keys; None where it has been done.
     """
     (q_NHK, k_NGK, v_NGV), (tables_NB, contexts_N) = new, places
     num_requests, num_heads, width = q_NHK.shape
@@ -134,6 +117,7 @@ def decode_launch(
         "query_strides": q_NHK.stride(),
         "key_strides": k_NGK.stride(),
         "value_strides": v_NGV.stride(),
+        **turn_arguments(turn, contexts_N),
         "KEY_HEADS": key_heads,
         "ROWS": rows,
         "PADDED_ROWS": _padded(rows),
@@ -149,10 +133,9 @@ def decode_launch(
         "HAS_CAP": softmax.softcap is not None,
         "HAS_SINKS": softmax.sinks_H is not None,
         "HAS_SLOPES": softmax.alibi_H is not None,
-        # The interpreter multiplies the bits of bf16 as integers; in fp32 each product is exact.
-        "WIDEN": triton.knobs.runtime.interpret,
     }
-    return DecodeLaunch((num_requests, key_heads, num_splits), arguments, q_NHK.device)
+    grid = (num_requests, key_heads, num_splits)
+    return Launch(decode_kernel, grid, arguments, q_NHK.device)
 
 
 def _padded(count: int) -> int:
@@ -186,6 +169,17 @@ def decode_kernel(
     query_strides: tl.tuple,
     key_strides: tl.tuple,
     value_strides: tl.tuple,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    cosine_stride: tl.tensor,
+    sine_stride: tl.tensor,
+    query_eps: tl.tensor,
+    key_eps: tl.tensor,
+    PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
@@ -201,7 +195,6 @@ def decode_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
-    WIDEN: tl.constexpr,
 ) -> None:
     """One split of one key head of one request; the last to arrive adds up all of them."""
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -223,13 +216,27 @@ def decode_kernel(
     value_column = tl.arange(0, PADDED_VALUE_WIDTH)
     is_row, is_column, is_value = row < ROWS, column < WIDTH, value_column < VALUE_WIDTH
     table = tables + request.to(tl.int64) * table_width
+    cosines += request * cosine_stride
+    sines += request * sine_stride
     if stop > newest:
         block = tl.load(table + newest // BLOCK_SIZE).to(tl.int64)
         place = (block * BLOCK_SIZE + newest % BLOCK_SIZE) * KEY_HEADS + head
-        new_key = tl.load(
-            new_keys + request * key_strides[0] + head * key_strides[1] + column * key_strides[2],
-            mask=is_column,
+        one = tl.arange(0, 1)
+        new_key = turned(
+            new_keys + request * key_strides[0] + head * key_strides[1] + one,
+            one == 0,
+            key_strides[2],
+            cosines,
+            sines,
+            key_norm,
+            key_eps,
+            WIDTH,
+            PADDED_WIDTH,
+            PAIRS,
+            HAS_NORM,
+            ADDS_ONE,
         )
+        new_key = rounded(new_key.to(tl.float32), keys.dtype.element_ty)
         new_value = tl.load(
             new_values
             + request * value_strides[0]
@@ -237,18 +244,26 @@ def decode_kernel(
             + value_column * value_strides[2],
             mask=is_value,
         )
-        tl.store(keys + place * WIDTH + column, new_key, mask=is_column)
+        new_value = rounded(new_value.to(tl.float32), values.dtype.element_ty)
+        at = column[None, :]
+        tl.store(keys + place * WIDTH + at, new_key, mask=is_column[None, :])
         tl.store(values + place * VALUE_WIDTH + value_column, new_value, mask=is_value)
         # All threads of the program read it below.
         tl.debug_barrier()
     query_head = head * ROWS + row
-    query = tl.load(
-        queries
-        + request * query_strides[0]
-        + (query_head * query_strides[1])[:, None]
-        + (column * query_strides[2])[None, :],
-        mask=is_row[:, None] & is_column[None, :],
-        other=0.0,
+    query = turned(
+        queries + request * query_strides[0] + query_head * query_strides[1],
+        is_row,
+        query_strides[2],
+        cosines,
+        sines,
+        query_norm,
+        query_eps,
+        WIDTH,
+        PADDED_WIDTH,
+        PAIRS,
+        HAS_NORM,
+        ADDS_ONE,
     )
     slope = tl.full([PADDED_ROWS], 0.0, tl.float32)
     if HAS_SLOPES:
@@ -271,7 +286,8 @@ def decode_kernel(
             mask=is_seen[:, None] & is_value[None, :],
             other=0.0,
         )
-        score = _dot(query, tl.trans(key.to(query.dtype)), WIDEN) * scale
+        score = tl.full([PADDED_ROWS, TILE], 0.0, tl.float32)
+        score = dot(query, tl.trans(key.to(query.dtype)), score) * scale
         if HAS_CAP:
             # tanh by an exponential that cannot overflow.
             small = tl.exp(-2.0 * tl.abs(score) / softcap)
@@ -279,12 +295,12 @@ def decode_kernel(
         if HAS_SLOPES:
             score += slope[:, None] * (position - newest)[None, :].to(tl.float32)
         score = tl.where(is_seen[None, :], score, float("-inf"))
-        higher = tl.maximum(high, tl.reduce(score, 1, _larger))
+        higher = tl.maximum(high, tl.reduce(score, 1, _elementwise_max))
         weight = tl.exp(score - higher[:, None])
         shrink = tl.exp(high - higher)
-        total = total * shrink + tl.reduce(weight, 1, _add)
+        total = total * shrink + tl.reduce(weight, 1, _sum_combine)
         mixed = mixed * shrink[:, None]
-        mixed += _dot(weight.to(query.dtype), value.to(query.dtype), WIDEN)
+        mixed = dot(rounded(weight, query.dtype), value.to(query.dtype), mixed)
         high = higher
     is_result = is_row[:, None] & is_value[None, :]
     if used_splits > 1:
@@ -322,23 +338,5 @@ def decode_kernel(
         total = total * shrink + tl.exp(sink - higher)
         mixed = mixed * shrink[:, None]
     place = (request.to(tl.int64) * KEY_HEADS * ROWS + query_head) * VALUE_WIDTH
-    found = (mixed / total[:, None]).to(out.dtype.element_ty)
+    found = rounded(mixed / total[:, None], out.dtype.element_ty)
     tl.store(out + place[:, None] + value_column[None, :], found, mask=is_result)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _dot(left: tl.tensor, right: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
-
-
-# Triton's own `tl.max` and `tl.sum` cannot be interpreted in a process that imported them before.
-@triton.jit  # type: ignore[untyped-decorator]
-def _larger(left: tl.tensor, right: tl.tensor) -> tl.tensor:
-    return tl.maximum(left, right)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(left: tl.tensor, right: tl.tensor) -> tl.tensor:
-    return left + right

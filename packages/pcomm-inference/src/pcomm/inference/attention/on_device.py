@@ -1,4 +1,4 @@
-"""Attention where keys and values lie on a GPU: one launch for all decodes, one call a chunk.
+"""Attention where keys and values lie on a GPU: one launch for all decodes, two for a prompt.
 
 Tested on a CPU, in Triton's interpreter, by compiling for Hopper and Blackwell, and with tensors
 that have no numbers; it has not run on a GPU yet.
@@ -10,15 +10,14 @@ that have no numbers; it has not run on a GPU yet.
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from pcomm.inference.attention.scores import PLAIN, Softmax, attend_rows
+from pcomm.inference.attention.turn import HeadTurn
+from pcomm.inference.layers.residual_stream import has_triton
 from pcomm.inference.model import KVMemory, StepBatch
 
 __all__ = ["attend_on_device", "decode_by_copies", "write_new"]
@@ -36,24 +35,46 @@ def attend_on_device(
     batch: StepBatch,
     softmax: Softmax = PLAIN,
     window: int | None = None,
+    turn: HeadTurn | None = None,
 ) -> Tensor:
     """What `paged_attention` does for blocks that are not on the host: `[T, H, V]`.
 
-    Requests that decode are one launch of a kernel, which also writes their keys and values. No
-    wait for the device; where all requests decode, a captured graph serves every step with as many
-    requests and as wide block tables.
+    Requests that decode are one launch of a kernel, which also turns their heads and writes their
+    keys and values. Heads of chunks are turned and written in one launch, and each chunk is one
+    call. No wait for the device; where all requests decode, a captured graph serves every step with
+    as many requests and as wide block tables.
     """
     num_decodes, num_tokens = batch.num_decodes, len(q_THK)
-    out_THV = q_THK.new_empty(num_tokens, q_THK.shape[1], memory.values.shape[3])
+    if turn is not None and not _has_kernels(q_THK, memory):
+        (q_THK, k_TGK), turn = turn.of(q_THK, k_TGK), None
+    out_THV = None
+    if num_decodes or batch.num_requests > 1:
+        out_THV = q_THK.new_empty(num_tokens, q_THK.shape[1], memory.values.shape[3])
     if num_decodes:
+        assert out_THV is not None
         new = slice(num_decodes)
-        _decode(q_THK[new], k_TGK[new], v_TGV[new], memory, batch, softmax, window, out_THV[new])
-    if num_decodes < num_tokens:
-        rest = slice(num_decodes, num_tokens)
-        write_new(k_TGK[rest], v_TGV[rest], memory, batch.slot_mapping_T[rest])
+        own = None if turn is None else turn.of_tokens(new)
+        _decode(
+            (q_THK[new], k_TGK[new], v_TGV[new]), memory, batch, softmax, window, own, out_THV[new]
+        )
+    if num_decodes == num_tokens:
+        assert out_THV is not None
+        return out_THV
+    rest = slice(num_decodes, num_tokens)
+    q_THK, k_TGK, v_TGV = _written(
+        (q_THK[rest], k_TGK[rest], v_TGV[rest]),
+        memory,
+        batch.slot_mapping_T[rest],
+        None if turn is None else turn.of_tokens(rest),
+    )
     for i in range(num_decodes, batch.num_requests):
-        own = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
-        out_THV[own] = _chunk(q_THK[own], k_TGK[own], v_TGV[own], memory, batch, i, softmax, window)
+        start, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
+        part = slice(start - num_decodes, stop - num_decodes)
+        found = _chunk(q_THK[part], k_TGK[part], v_TGV[part], memory, batch, i, softmax, window)
+        if out_THV is None:
+            return found.contiguous()
+        out_THV[start:stop] = found
+    assert out_THV is not None
     return out_THV
 
 
@@ -66,34 +87,49 @@ def write_new(k_TGK: Tensor, v_TGV: Tensor, memory: KVMemory, slots_T: Tensor) -
     values.index_copy_(0, slots_T, v_TGV)
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has_kernels(q_THK: Tensor, memory: KVMemory) -> bool:
+    if not has_triton():
+        return False
+    # Imported late: it imports Triton.
+    from pcomm.inference.attention.decode_kernel import takes
+
+    return takes(q_THK, memory)
+
+
+def _written(
+    new: tuple[Tensor, Tensor, Tensor], memory: KVMemory, slots_T: Tensor, turn: HeadTurn | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of chunks, of which the last two are in memory then, too."""
+    q_THK, k_TGK, v_TGV = new
+    if turn is None:
+        write_new(k_TGK, v_TGV, memory, slots_T)
+        return new
+    from pcomm.inference.attention.turn_kernel import turn_launch
+
+    turned = q_THK.new_empty(q_THK.shape), k_TGK.new_empty(k_TGK.shape)
+    turn_launch(new, memory, slots_T, turn, *turned).run()
+    return *turned, v_TGV
 
 
 def _decode(
-    q_NHK: Tensor,
-    k_NGK: Tensor,
-    v_NGV: Tensor,
+    new: tuple[Tensor, Tensor, Tensor],
     memory: KVMemory,
     batch: StepBatch,
     softmax: Softmax,
     window: int | None,
+    turn: HeadTurn | None,
     out_NHV: Tensor,
 ) -> None:
+    q_NHK, k_NGK, v_NGV = new
     count = len(q_NHK)
-    tables_NB, contexts_N = batch.block_tables_NB[:count], batch.context_lens_N[:count]
-    if _has_triton():
-        # Imported late: it imports Triton.
-        from pcomm.inference.attention.decode_kernel import decode_launch, takes
+    places = batch.block_tables_NB[:count], batch.context_lens_N[:count]
+    if _has_kernels(q_NHK, memory):
+        from pcomm.inference.attention.decode_kernel import decode_launch
 
-        if takes(q_NHK, memory):
-            places = (tables_NB, contexts_N)
-            new = (q_NHK, k_NGK, v_NGV)
-            decode_launch(new, memory, places, out_NHV, batch.prepared, softmax, window).run()
-            return
+        decode_launch(new, memory, places, out_NHV, batch.prepared, softmax, window, turn).run()
+        return
     write_new(k_NGK, v_NGV, memory, batch.slot_mapping_T[:count])
-    out_NHV.copy_(decode_by_copies(q_NHK, memory, tables_NB, contexts_N, softmax, window))
+    out_NHV.copy_(decode_by_copies(q_NHK, memory, *places, softmax, window))
 
 
 def decode_by_copies(
@@ -183,7 +219,8 @@ def _chunk(
             q_tHK.transpose(0, 1).unsqueeze(0),
             k_1GLK,
             v_1GLV,
-            causal_lower_right(num_new, num_keys),
+            causal_lower_right(num_new, num_keys) if context else None,
+            is_causal=not context,
             scale=softmax.scale,
             enable_gqa=num_heads != num_groups,
         )

@@ -20,6 +20,7 @@ from pcomm.inference.attention.plan import (
     rounded_rows,
 )
 from pcomm.inference.attention.scores import Softmax, attend_rows
+from pcomm.inference.attention.turn import HeadTurn
 from pcomm.inference.model import KVMemory, StepBatch
 
 __all__ = ["paged_attention"]
@@ -37,6 +38,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     alibi_H: Tensor | None = None,
+    turn: HeadTurn | None = None,
 ) -> Tensor:
     """Write the new keys and values to their blocks; each token attends to its request so far.
 
@@ -53,8 +55,9 @@ def paged_attention(
     With a window the blocks before it are not read, so a token costs no more in a longer text.
 
     Args:
-        q_THK: `[T, H, K]`, queries of the new tokens of all requests, positions applied.
-        k_TGK: `[T, G, K]`, keys of the same tokens, positions applied.
+        q_THK: `[T, H, K]`, queries of the new tokens of all requests, positions applied unless
+            there is a `turn`.
+        k_TGK: `[T, G, K]`, keys of the same tokens, likewise.
         v_TGV: `[T, G, V]`, values of the same tokens.
         memory: Blocks of this layer. The new tokens are written there; on a CPU the rest of a
             block that is begun is set to zero. Blocks of other requests are not read.
@@ -67,6 +70,8 @@ def paged_attention(
             None for none. With a cap it is not capped.
         alibi_H: `[H]`, a slope of each query head: the score of token i and key j gets
             `slope * (j - i)`, behind a cap; None for none.
+        turn: Norm and rotation of queries and keys, which come as a projection gives them; on a GPU
+            it is part of the kernels that write and read them. None where positions are applied.
 
     Returns:
         `[T, H, V]`, contiguous, dtype of `q_THK`.
@@ -86,7 +91,9 @@ def paged_attention(
     if window is not None or memory.window is not None or not softmax.is_plain:
         _check_scores(q_THK.shape[1], memory, window, softmax)
     if not memory.keys.is_cpu:
-        return attend_on_device(q_THK, k_TGK, v_TGV, memory, batch, softmax, window)
+        return attend_on_device(q_THK, k_TGK, v_TGV, memory, batch, softmax, window, turn)
+    if turn is not None:
+        q_THK, k_TGK = turn.of(q_THK, k_TGK)
     plan = plan_of(batch, memory, q_THK, window)
     if plan.partial_blocks is not None:
         memory.keys.index_fill_(0, plan.partial_blocks, 0)

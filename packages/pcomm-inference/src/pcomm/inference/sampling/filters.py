@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 
 __all__ = [
+    "UNITS",
+    "Edits",
     "candidates",
     "edit_logits",
     "filter_tokens",
@@ -22,6 +25,7 @@ __all__ = [
     "has_filters",
     "least_of_top",
     "likeliest_first",
+    "logit_edits",
     "mask_by_grammar",
 ]
 
@@ -34,6 +38,44 @@ def has_edits(params: SamplingParams) -> bool:
         or params.frequency_penalty != 0
         or params.min_tokens > 0
         or bool(params.logit_bias)
+    )
+
+
+class Edits(NamedTuple):
+    """Edits of one kind, on the host: indices into the flat logits, row by row, and a number each.
+
+    An index that occurs several times has the same number each time.
+    """
+
+    places_E: Tensor
+    values_E: Tensor
+
+
+def logit_edits(rows: Sequence[SamplingRow], vocabulary: int) -> tuple[Edits, ...]:
+    """What `edit_logits` does with rows, in the order in which it is done. Local.
+
+    Args:
+        rows: Rows, in the order of the logits.
+        vocabulary: Number of logits of a row.
+
+    Returns:
+        What positive logits are divided by, and others multiplied with; what is subtracted; what
+        is added; and places that become minus infinity, each of which has zero.
+    """
+    return (
+        _repetition(rows, vocabulary),
+        _presence_and_frequency(rows, vocabulary),
+        _edits(
+            (number * vocabulary + token_id, bias)
+            for number, row in enumerate(rows)
+            for token_id, bias in row.params.logit_bias.items()
+        ),
+        _edits(
+            (number * vocabulary + token_id, 0.0)
+            for number, row in enumerate(rows)
+            if row.allowed_words is None and len(row.output) < row.params.min_tokens
+            for token_id in row.stop_ids
+        ),
     )
 
 
@@ -50,43 +92,51 @@ def edit_logits(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
         rows: Rows, in the order of the logits.
     """
     flat = logits_RV.view(-1)
-    vocabulary = logits_RV.shape[1]
-    _repetition(flat, rows, vocabulary)
-    _presence_and_frequency(flat, rows, vocabulary)
-    _biases(flat, rows, vocabulary)
-    too_early = [
-        number * vocabulary + token_id
-        for number, row in enumerate(rows)
-        if row.allowed_words is None and len(row.output) < row.params.min_tokens
-        for token_id in row.stop_ids
-    ]
-    if too_early:
-        flat[torch.tensor(too_early, device=flat.device)] = -torch.inf
+    penalised, lowered, raised, forbidden = (
+        Edits(*(one.to(flat.device) for one in edits))
+        for edits in logit_edits(rows, logits_RV.shape[1])
+    )
+    if len(penalised.places_E):
+        places, factors = penalised
+        found = flat[places]
+        # A token that occurs several times is written several times, each with the same value.
+        flat[places] = torch.where(found > 0, found / factors, found * factors)
+    if len(lowered.places_E):
+        flat[lowered.places_E] = flat[lowered.places_E] - lowered.values_E
+    if len(raised.places_E):
+        flat[raised.places_E] = flat[raised.places_E] + raised.values_E
+    if len(forbidden.places_E):
+        flat[forbidden.places_E] = -torch.inf
 
 
-def _repetition(flat: Tensor, rows: Sequence[SamplingRow], vocabulary: int) -> None:
+def _edits(found: Iterable[tuple[int, float]]) -> Edits:
+    pairs = list(found)
+    return Edits(
+        torch.tensor([place for place, _ in pairs], dtype=torch.int64),
+        torch.tensor([value for _, value in pairs], dtype=torch.float32),
+    )
+
+
+def _repetition(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
     chosen = [n for n, row in enumerate(rows) if row.params.repetition_penalty != 1]
     if not chosen:
-        return
+        return _edits(())
     texts = [(n, ids) for n in chosen for ids in (rows[n].prompt, rows[n].output)]
     places, lengths = _places(texts, vocabulary)
     penalties = torch.tensor([rows[n].params.repetition_penalty for n, _ in texts])
-    factors = penalties.repeat_interleave(lengths).to(flat.device)
-    places = places.to(flat.device)
-    found = flat[places]
-    # A token that occurs several times is written several times, each time with the same value.
-    flat[places] = torch.where(found > 0, found / factors, found * factors)
+    return Edits(places, penalties.repeat_interleave(lengths))
 
 
-def _presence_and_frequency(flat: Tensor, rows: Sequence[SamplingRow], vocabulary: int) -> None:
+def _presence_and_frequency(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
     chosen = [
         n
         for n, row in enumerate(rows)
         if row.params.presence_penalty != 0 or row.params.frequency_penalty != 0
     ]
     if not chosen:
-        return
+        return _edits(())
     places, _ = _places([(n, rows[n].output) for n in chosen], vocabulary)
+    # Each place stands once in the list.
     places, counts = places.unique(return_counts=True)
     # fp64 for the product; the logit is fp32 again.
     settings = torch.zeros(2, len(rows), dtype=torch.float64)
@@ -95,22 +145,7 @@ def _presence_and_frequency(flat: Tensor, rows: Sequence[SamplingRow], vocabular
         dtype=torch.float64,
     ).T
     presence, frequency = settings[:, places // vocabulary]
-    penalties = (presence + frequency * counts).float()
-    # Each place stands once in the list.
-    places = places.to(flat.device)
-    flat[places] = flat[places] - penalties.to(flat.device)
-
-
-def _biases(flat: Tensor, rows: Sequence[SamplingRow], vocabulary: int) -> None:
-    found = [
-        (number * vocabulary + token_id, bias)
-        for number, row in enumerate(rows)
-        for token_id, bias in row.params.logit_bias.items()
-    ]
-    if found:
-        places = torch.tensor([place for place, _ in found], device=flat.device)
-        biases = torch.tensor([bias for _, bias in found], device=flat.device)
-        flat[places] = flat[places] + biases
+    return Edits(places, (presence + frequency * counts).float())
 
 
 def _places(texts: Iterable[tuple[int, Sequence[int]]], vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +203,7 @@ def _without(words_W: Tensor, ids: Sequence[int]) -> Tensor:
 
 # Probabilities are added as integers of this many per largest probability, because sums of integers
 # do not depend on their order, so neither on the device nor on the other rows.
-_UNITS = 2.0**30
+UNITS = 2.0**30
 # Up to so many candidates are sorted as they are; of more, those that top-p needs are found by so
 # many halvings of the range of logits, to about a tenth of a logit.
 _FEW, _HALVINGS = 256, 8
@@ -217,7 +252,7 @@ def filter_tokens(below_RV: Tensor, params: Sequence[SamplingParams]) -> tuple[T
         total_R[rows] = mass
         # Tokens below a V-th part of the mass that may go are together less than it. Half of that,
         # so that rounding keeps a token too many and never drops one.
-        share = (1 - top_p_R[rows]) * mass / (2 * vocabulary * _UNITS)
+        share = (1 - top_p_R[rows]) * mass / (2 * vocabulary * UNITS)
         least_R[rows] = torch.maximum(least_R[rows], share.log().float())
 
     ids_RC, below_RC = candidates(below_RV, least_R)
@@ -247,7 +282,7 @@ def _least_with_mass(below_RC: Tensor, needed_R: Tensor) -> Tensor:
     """
     units_RC = _units(below_RC)
     # Tokens below the first bound have no units at all.
-    low_R = torch.full_like(below_RC[:, 0], math.log(0.25 / _UNITS))
+    low_R = torch.full_like(below_RC[:, 0], math.log(0.25 / UNITS))
     high_R = torch.zeros_like(low_R)
     for _ in range(_HALVINGS):
         middle_R = (low_R + high_R) / 2
@@ -259,7 +294,7 @@ def _least_with_mass(below_RC: Tensor, needed_R: Tensor) -> Tensor:
 
 
 def _units(below: Tensor) -> Tensor:
-    return (below.exp() * _UNITS).round_().long()
+    return (below.exp() * UNITS).round_().long()
 
 
 # Tokens of which only the largest logit is looked at in a first pass, at most; and blocks for each

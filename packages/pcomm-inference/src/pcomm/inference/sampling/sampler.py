@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import PcommError
+from pcomm.inference.layers.residual_stream import has_triton
 from pcomm.inference.sampling.filters import (
     candidates,
     edit_logits,
@@ -24,13 +25,13 @@ from pcomm.inference.sampling.filters import (
     likeliest_first,
     mask_by_grammar,
 )
+from pcomm.inference.sampling.noise import TokenNoise
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow, TokenLogprobs
 
 __all__ = [
     "NotFiniteLogitsError",
     "Sampled",
     "Sampler",
-    "TokenNoise",
     "not_finite",
     "place_of_largest",
     "token_logprobs",
@@ -99,7 +100,13 @@ class Sampler:
         edited_LV = logits_LV
         if any(row.allowed_words is not None or has_edits(row.params) for row in rows):
             edited_LV = logits_LV.to(torch.float32, copy=True).contiguous()
-            edit_logits(edited_LV, rows)
+            if self._has_kernels(logits_LV):
+                # Imported late: it imports Triton.
+                from pcomm.inference.sampling import edit_kernel
+
+                edit_kernel.edit(edited_LV, logits_LV, rows)
+            else:
+                edit_logits(edited_LV, rows)
             mask_by_grammar(edited_LV, rows)
         token_ids = self._choose(edited_LV, rows).tolist()
         errors = {
@@ -109,8 +116,22 @@ class Sampler:
         }
         return Sampled(token_ids, _logprobs(logits_LV, token_ids, rows), errors)
 
+    @staticmethod
+    def _has_kernels(logits_LV: Tensor) -> bool:
+        """Whether rows are on a GPU for which there are kernels."""
+        if logits_LV.is_cpu or not has_triton():
+            return False
+        from pcomm.inference.sampling.draw_kernels import takes_logits
+
+        return takes_logits(logits_LV)
+
     def _choose(self, logits_LV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """int64 `[L]`, the token of each row; -1 where the largest logit is not finite."""
+        if self._has_kernels(logits_LV):
+            from pcomm.inference.sampling.draw_kernels import choose
+
+            divisors = [_divisor(row.params) for row in rows]
+            return choose(logits_LV, rows, divisors, self._noise)
         groups: list[list[int]] = [[], [], []]
         for number, row in enumerate(rows):
             params = row.params
@@ -172,11 +193,17 @@ def _where_finite(ids_R1: Tensor, largest_R1: Tensor) -> Tensor:
 
 def _below(logits_RV: Tensor, largest_R1: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # The largest becomes 0, and stays 0 however small the temperature is.
-    divisors = [min(max(one.temperature, _COLDEST), _HOTTEST) for one in params]
+    divisors = [_divisor(one) for one in params]
     below_RV = logits_RV.float() - largest_R1
     if any(divisor != 1 for divisor in divisors):
         below_RV /= torch.tensor(divisors, device=logits_RV.device)[:, None]
     return below_RV
+
+
+def _divisor(params: SamplingParams) -> float:
+    if params.temperature == 0:
+        return 1.0
+    return min(max(params.temperature, _COLDEST), _HOTTEST)
 
 
 def _no_token(logits_V: Tensor, edited_V: Tensor) -> PcommError:
@@ -266,75 +293,6 @@ def _of_block(
             token_ids, chosen, top_ids, top, num_top, strict=True
         )
     ]
-
-
-# The constants of SplitMix64 and, for the two rounds of a draw, those of MurmurHash3's 64-bit
-# finaliser, as signed integers.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-_DRAW_1, _DRAW_2 = 0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64
-# Of 64 mixed bits the upper ones make a uniform number.
-_UNIFORM_BITS = 40
-
-
-class TokenNoise:
-    """Noise by which the largest of `logits + noise` is a draw from their softmax (Gumbel-max).
-
-    The integers behind the noise are equal on all devices; its floating-point numbers are equal up
-    to the rounding of the device's logarithm. A number does not depend on other rows, on other
-    tokens, or on which tokens were removed.
-
-    Args:
-        vocabulary: Number of token ids.
-        device: Device of the noise.
-    """
-
-    def __init__(self, vocabulary: int, device: torch.device | str) -> None:
-        self._mixed_V = _mix(torch.arange(vocabulary, device=device))
-        self._device = self._mixed_V.device
-
-    def keys(self, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """int64 `[R]`, the state from which all noise of a row comes.
-
-        Args:
-            seeds: Seed of each row, from -2^63 to 2^64 - 1.
-            positions: Position of each row in its request.
-        """
-        signed = [seed if seed < 2**63 else seed - 2**64 for seed in seeds]
-        seeds_R, positions_R = torch.tensor([signed, list(positions)], device=self._device)
-        return _mix(_mix(seeds_R) + positions_R)
-
-    def gumbel(self, keys_R: Tensor, ids_RC: Tensor | None = None) -> Tensor:
-        """fp32 `[R, C]`, standard Gumbel noise from -2.9 to 28.5.
-
-        Args:
-            keys_R: Keys of the rows, from `keys`.
-            ids_RC: Token ids of each row; None for all, in order.
-        """
-        mixed = self._mixed_V if ids_RC is None else self._mixed_V[ids_RC]
-        bits = mixed ^ keys_R[:, None]
-        bits.mul_(_DRAW_1)
-        # The shift copies the sign, which costs one of 64 bits and saves a pass.
-        bits.bitwise_xor_(bits >> 32)
-        bits.mul_(_DRAW_2)
-        # From -2^(b-1) to 2^(b-1) - 1, then from 0 to 1; neither of them, which have no logarithm.
-        uniform = (bits >> (64 - _UNIFORM_BITS)).float()
-        uniform.add_(2.0 ** (_UNIFORM_BITS - 1)).mul_(2.0**-_UNIFORM_BITS)
-        uniform.clamp_(2.0 ** -(_UNIFORM_BITS + 1), 1 - 2.0**-24)
-        # log1p keeps the many digits of small numbers, from which large noise comes.
-        return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def _mix(numbers: Tensor) -> Tensor:
-    # SplitMix64: 64 bits to 64 bits, one to one; neighbours come out unrelated.
-    mixed = numbers + _GOLDEN
-    mixed = (mixed ^ _shifted(mixed, 30)) * _MIX_1
-    mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
-    return mixed ^ _shifted(mixed, 31)
-
-
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # Ids of a part. torch's argmax on a CPU compares one number after another, in bf16 after a

@@ -1,0 +1,170 @@
+"""Heads that are normed, turned and kept by the kernels that read them, against torch's operations.
+
+Interpreted, for decodes, chunks and both side by side; compiled, and launched into a driver that
+checks each argument.
+"""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core_support.fake_driver import fake_driver
+from inference_support import kernels
+from inference_support.kernels import load_kernels
+from inference_support.paged_tokens import Pool, Tokens
+from pcomm.core.testing.assertions import assert_close, assert_equal
+from pcomm.inference.attention.on_device import attend_on_device
+from pcomm.inference.attention.paged_attention import paged_attention
+from pcomm.inference.attention.turn import HeadTurn
+from pcomm.inference.layers.norm import Norm
+from pcomm.inference.model import KVMemory
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+HEADS = (6, 2)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    return load_kernels(monkeypatch, is_interpreted=True)
+
+
+def turn_of(count: int, pairs: int, width: int, dtype: torch.dtype, form: str) -> HeadTurn:
+    """The sines lie as a model has them, beside those with the other sign."""
+    generator = torch.Generator().manual_seed(count)
+    angles = 6 * torch.rand(count, pairs, generator=generator)
+    sines = torch.stack([-angles.sin(), angles.sin()], 1).to(dtype)[:, 1]
+    norms: list[Norm | None] = [None, None]
+    if "norm" in form:
+        norms = [
+            Norm(torch.randn(width, generator=generator).to(dtype), eps, "centred" in form)
+            for eps in (1e-5, 1e-3)
+        ]
+    return HeadTurn(angles.cos().to(dtype), sines, *norms)
+
+
+CASES = [("", 16, 8), ("norm", 16, 3), ("norm centred", 20, 10), ("norm", 6, 1)]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("form", "width", "pairs"), CASES)
+def test_turned_heads_are_those_of_torch(
+    interpreted: dict[str, ModuleType], form: str, width: int, pairs: int, dtype: torch.dtype
+) -> None:
+    """Whole heads and a part of each, of widths that are no power of two, of chunks and decodes."""
+    parts = ((5, 1), (70, 1), (0, 19), (3, 2), (0, 1))
+    found: list[list[Tensor]] = []
+    for is_fused in (True, False):
+        pool = Pool(HEADS, dtype, 16, head_dim=width)
+        requests = [
+            Tokens(sum(part), HEADS, dtype, n, head_dim=width) for n, part in enumerate(parts)
+        ]
+        for one, (done, _) in zip(requests, parts, strict=True):
+            if done:
+                pool.step([(one, done)])
+        new = [(one, count) for one, (_, count) in zip(requests, parts, strict=True)]
+        batch = pool.batch(new)
+        q, k, v = (
+            torch.cat([getattr(one, name)[one.done :] for one in requests]) for name in "qkv"
+        )
+        before = pool.memory.keys.clone()
+        turn = turn_of(len(q), pairs, width, dtype, form)
+        if is_fused:
+            rows = attend_on_device(q, k, v, pool.memory, batch, turn=turn)
+        else:
+            rows = attend_on_device(*turn.of(q, k), v, pool.memory, batch)
+        keys, values = (one[batch.slot_mapping_T] for one in pool.memory.by_token)
+        assert_equal(values, v)
+        pool.memory.by_token[0][batch.slot_mapping_T] = before.flatten(0, 1)[batch.slot_mapping_T]
+        assert_equal(pool.memory.keys, before)
+        found.append([keys, rows])
+    (keys, rows), (torch_keys, torch_rows) = found
+    # Behind a norm, whose sum has another order, the last bit may be another one.
+    if form or dtype == FP32:
+        assert_close(keys, torch_keys, num_terms=4, magnitude=float(torch_keys.abs().max()))
+    else:
+        assert_equal(keys, torch_keys)
+    assert_close(rows, torch_rows, num_terms=16, magnitude=float(v.abs().max()))
+
+
+def test_keys_are_seen_as_they_are_kept(interpreted: dict[str, ModuleType]) -> None:
+    """Where memory has another dtype than the model."""
+    one = Tokens(4, HEADS, FP32, 0)
+    turn = turn_of(4, 8, 16, FP32, "norm")
+    narrow, wide = (Pool(HEADS, dtype, 16) for dtype in (BF16, FP32))
+    batch = narrow.batch([(one, 4)])
+    q, k = turn.of(one.q, one.k)
+    expected = attend_on_device(q, k.to(BF16).float(), one.v.to(BF16).float(), wide.memory, batch)
+    found = attend_on_device(one.q, one.k, one.v, narrow.memory, batch, turn=turn)
+    assert_close(found, expected, num_terms=8, magnitude=8.0)
+
+
+def test_what_no_kernel_takes_is_turned_by_torch(interpreted: dict[str, ModuleType]) -> None:
+    for dtype, attend in ((torch.float64, attend_on_device), (torch.float64, paged_attention)):
+        one, pool = Tokens(9, HEADS, dtype, 0), Pool(HEADS, dtype, 16)
+        turn = turn_of(9, 8, 16, dtype, "norm")
+        rows: Tensor = attend(one.q, one.k, one.v, pool.memory, pool.batch([(one, 9)]), turn=turn)
+        one.q, one.k = turn.of(one.q, one.k)
+        assert_close(rows, one.dense(), num_terms=64, magnitude=8.0)
+
+
+def llama_launches(modules: dict[str, ModuleType], dtype: torch.dtype) -> list[Any]:
+    """A layer of Llama-8B, with norms: 8 requests that decode, and 8 tokens of a prompt."""
+    heads, key_heads, width, count = 32, 8, 128, 8
+    numbers = torch.empty(count, (heads + 2 * key_heads) * width, dtype=dtype)
+    sizes = [heads * width, key_heads * width, key_heads * width]
+    q, k, v = (part.view(count, -1, width) for part in numbers.split(sizes, 1))
+    pool = torch.empty(64, 16, key_heads, width, dtype=dtype)
+    memory = KVMemory(pool, pool)
+    turn = turn_of(count, 64, width, dtype, "norm centred")
+    places = (torch.zeros(count, 64, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
+    decode = modules["attention.decode_kernel"].decode_launch(
+        (q, k, v), memory, places, q.new_empty(q.shape), {}, turn=turn
+    )
+    slots = torch.zeros(count, dtype=torch.int64)
+    out = q.new_empty(q.shape), k.new_empty(k.shape)
+    return [
+        modules["attention.turn_kernel"].turn_launch((q, k, v), memory, slots, turn, *out),
+        decode,
+    ]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_registers_suffice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    modules = load_kernels(monkeypatch, is_interpreted=False)
+    for launch in llama_launches(modules, BF16):
+        found = kernels.compiled(launch, capability)
+        used = kernels.resources(found)
+        assert (used["STACK"], used["LOCAL"]) == (0, 0)
+        # Heads are read by 8 bytes for each thread or more.
+        assert re.search(r"\bld\.global\.(v[24]\.b(?:32|64))", found.asm["ptx"])
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 90), (FP32, 100)], ids=str)
+def test_they_are_launched_as_they_were_compiled(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: int
+) -> None:
+    load_kernels(monkeypatch, is_interpreted=False)
+    found: list[tuple[Any, ...]] = []
+    with fake_driver(capability, found):
+        for form, pairs in (("", 8), ("norm", 3), ("norm centred", 8)):
+            pool = Pool(HEADS, dtype, 16)
+            requests = [Tokens(6, HEADS, dtype, n) for n in range(3)]
+            pool.step([(requests[0], 5)])
+            batch = pool.batch([(requests[0], 1), (requests[1], 6), (requests[2], 6)])
+            q, k, v = (
+                torch.cat([getattr(one, name)[one.done :] for one in requests]) for name in "qkv"
+            )
+            turn = turn_of(len(q), pairs, 16, dtype, form)
+            attend_on_device(q, k, v, pool.memory, batch, turn=turn)
+    assert [launch[0] for launch in found] == 3 * ["decode_kernel", "turn_kernel"]
