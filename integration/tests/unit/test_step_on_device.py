@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference_support.kernels import load_kernels
 from integration_support.step_pools import StepPools
-from integration_support.step_shapes import SHAPES, model_of, shard_of, tokens_of
+from integration_support.step_shapes import model_of, shard_of, tokens_of
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.assertions import assert_as_accurate
 from pcomm.core.testing.virtual import VirtualCollectives

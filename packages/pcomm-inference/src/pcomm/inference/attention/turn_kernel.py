@@ -80,7 +80,9 @@ def turned(
     if PAIRS > 0:
         is_first, is_turned = column < PAIRS, column < 2 * PAIRS
         partner = tl.where(is_first, column + PAIRS, tl.where(is_turned, column - PAIRS, column))
-        other = tl.load(heads[:, None] + (partner * column_stride)[None, :], mask=is_read, other=0.0)
+        other = tl.load(
+            heads[:, None] + (partner * column_stride)[None, :], mask=is_read, other=0.0
+        )
         other = other.to(tl.float32)
         if HAS_NORM:
             other = _scaled(other, factor, norm, partner, WIDTH, ADDS_ONE, dtype)

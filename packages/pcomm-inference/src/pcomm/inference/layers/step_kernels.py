@@ -48,9 +48,7 @@ def takes_rows(x_TI: Tensor) -> bool:
 
 def takes_gate(gate_up_T2F: Tensor) -> bool:
     """Whether `swiglu` computes it."""
-    return (
-        gate_up_T2F.dtype in DTYPES and gate_up_T2F.is_contiguous() and gate_up_T2F.numel() > 0
-    )
+    return gate_up_T2F.dtype in DTYPES and gate_up_T2F.is_contiguous() and gate_up_T2F.numel() > 0
 
 
 def takes_product(x_TI: Tensor, weight_OI: Tensor, *, is_normed: bool) -> bool:
