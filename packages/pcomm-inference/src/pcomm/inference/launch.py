@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-__all__ = ["DTYPES", "INTERPRETED", "Launch", "dot", "rounded"]
+__all__ = ["DTYPES", "INTERPRETED", "KernelLaunch", "dot", "rounded"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that kernels compute."""
@@ -21,7 +21,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU."""
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel, its grid and its arguments.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.inference.attention.turn import HeadTurn
-from pcomm.inference.launch import Launch, rounded
+from pcomm.inference.launch import KernelLaunch, rounded
 from pcomm.inference.model import KVMemory
 
 __all__ = ["turn_arguments", "turn_launch", "turned"]
@@ -120,7 +120,7 @@ def turn_launch(
     turn: HeadTurn,
     q_out_THK: Tensor,
     k_out_TGK: Tensor,
-) -> Launch:
+) -> KernelLaunch:
     """The launch that turns the heads of new tokens and writes keys and values to their blocks.
 
     Args:
@@ -155,7 +155,7 @@ def turn_launch(
         "VALUE_WIDTH": v_TGV.shape[2],
         "PADDED_VALUE_WIDTH": triton.next_power_of_2(v_TGV.shape[2]),
     }
-    return Launch(turn_kernel, (len(q_THK), key_heads), arguments, q_THK.device)
+    return KernelLaunch(turn_kernel, (len(q_THK), key_heads), arguments, q_THK.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
