@@ -29,11 +29,9 @@ def turn_arguments(turn: HeadTurn | None, unused: Tensor) -> dict[str, Any]:
         turn: Norm and rotation; None for neither.
         unused: Any tensor, which stands for those that are not read.
     """
-    if turn is None:
-        tables, norms = (unused, unused), (None, None)
-    else:
-        tables, norms = (turn.cosines_TR, turn.sines_TR), (turn.query_norm, turn.key_norm)
-    query_norm, key_norm = norms
+    tables = (unused, unused) if turn is None else (turn.cosines_TR, turn.sines_TR)
+    query_norm = None if turn is None else turn.query_norm
+    key_norm = None if turn is None else turn.key_norm
     return {
         "cosines": tables[0],
         "sines": tables[1],
