@@ -7,7 +7,7 @@ The models, the engine and the optimizer are those of a run. A test compares the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         attention += counted.total - before
         return mixed
 
-    by_kernel = {
+    by_kernel: dict[str, Callable[..., int]] = {
         "decode_kernel": partial(_decode_bytes, lengths),
         "turn_kernel": _turn_bytes,
         "largest_kernel": lambda logits, **_: logits.nbytes,

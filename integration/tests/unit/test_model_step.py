@@ -16,15 +16,13 @@ from torch.utils._pytree import tree_flatten
 from integration_support.step_pools import StepPools
 from integration_support.step_shapes import SHAPES, VOCABULARY, model_of, shard_of, tokens_of
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.inference import Engine, Request, SamplingParams, StateMemory
 from pcomm.inference.layers import pack_weights
-from pcomm.integration.config.rules import validate
-from pcomm.integration.config.sections import Config, ModelConfig
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
+
 
 @torch.inference_mode()
 def whole(model: LanguageModel, tokens: list[int]) -> Tensor:

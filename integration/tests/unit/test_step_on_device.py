@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference_support.kernels import load_kernels
 from integration_support.step_pools import StepPools
-from integration_support.step_shapes import SHAPES, model_of, shard_of, tokens_of
+from integration_support.step_shapes import model_of, shard_of, tokens_of
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.assertions import assert_as_accurate
 from pcomm.core.testing.virtual import VirtualCollectives
@@ -59,16 +59,16 @@ def test_logits_are_those_of_layers_apart(
 
 
 def test_ranks_that_share_a_model_add_up_before_they_norm(on_device: pytest.MonkeyPatch) -> None:
-    from pcomm.inference.launch import Launch
+    from pcomm.inference.launch import KernelLaunch
 
     one, turn = model_of("A with everything", torch.float32), threading.Lock()
 
-    def alone(self: Any, run: Any = Launch.run) -> None:
+    def alone(self: Any, run: Any = KernelLaunch.run) -> None:
         # The interpreter is not made for threads, as which these ranks run.
         with turn:
             run(self)
 
-    on_device.setattr(Launch, "run", alone)
+    on_device.setattr(KernelLaunch, "run", alone)
 
     def on_rank(collectives: VirtualCollectives) -> Tensor:
         return steps(shard_of(one, collectives))
@@ -81,18 +81,18 @@ def test_ranks_that_share_a_model_add_up_before_they_norm(on_device: pytest.Monk
 
 
 def test_a_decode_of_attention_is_five_launches_a_layer(on_device: pytest.MonkeyPatch) -> None:
-    from pcomm.inference.launch import Launch
+    from pcomm.inference.launch import KernelLaunch
 
     launched: list[str] = []
 
-    def noted(self: Any, run: Any = Launch.run) -> None:
+    def noted(self: Any, run: Any = KernelLaunch.run) -> None:
         launched.append(self.kernel.__name__)
         run(self)
 
     model = model_of("A", torch.float32)
     pools = StepPools(model, 2, 8)
     pools.step({0: [1, 2], 1: [3]})
-    on_device.setattr(Launch, "run", noted)
+    on_device.setattr(KernelLaunch, "run", noted)
     pools.step({0: [4], 1: [5]})
     # Queries, keys and values; attention; into the stream, the MLP; then the head.
     layer = ["product_kernel", "decode_kernel", *3 * ["product_kernel"]]

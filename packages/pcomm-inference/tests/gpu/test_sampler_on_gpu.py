@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 from pcomm.inference.sampling.noise import TokenNoise
+from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 from pcomm.inference.sampling.sampler import Sampler
 
 pytestmark = [

@@ -90,7 +90,7 @@ def test_cuts_among_equal_logits_keep_the_lowest_ids(interpreted: dict[str, Modu
     """As many draws as show each token that is kept: all of those, and no other."""
     logits = torch.zeros(1, 1500, dtype=FP32)
     logits[:, ::2] = 1.0
-    cases = {
+    cases: dict[str, tuple[dict[str, Any], int]] = {
         # The first three of equal ones; a mass of 2.5 of them; a cut among the lower ones.
         "k": ({"top_k": 3}, 3),
         "p": ({"top_p": 2.5 / 750, "top_k": 750}, 3),
@@ -113,6 +113,7 @@ def test_rows_that_are_no_numbers_have_no_token(interpreted: dict[str, ModuleTyp
     logits[2] = -torch.inf
     logits[3, 10:] = -torch.inf
     logits[4, :9] = torch.nan
+    settings: list[dict[str, Any]]
     settings = [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 200}, {"temperature": 0.0}]
     rows = [row(**one) for one in (*settings, *({"top_k": 3}, {"temperature": 0.0}))]
     found = by_kernels(logits, rows)
@@ -130,6 +131,7 @@ def test_a_row_gets_its_token_in_any_batch(interpreted: dict[str, ModuleType]) -
     """And with logits that are rows of a wider tensor."""
     wide = logits_of(4, 1100, BF16)
     logits = wide[:, :1030]
+    settings: list[dict[str, Any]]
     settings = [{"top_k": 30}, {}, {"top_p": 0.8, "seed": 5}, {"temperature": 0.0}]
     rows = [row(n, **one) for n, one in enumerate(settings)]
     together = by_kernels(logits, rows)

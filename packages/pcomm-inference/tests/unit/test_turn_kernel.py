@@ -137,9 +137,7 @@ def llama_launches(modules: dict[str, ModuleType], dtype: torch.dtype) -> list[A
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-def test_registers_suffice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int
-) -> None:
+def test_registers_suffice(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     modules = load_kernels(monkeypatch, is_interpreted=False)
     for launch in llama_launches(modules, BF16):

@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-__all__ = ["DTYPES", "INTERPRETED", "Launch", "dot", "rounded"]
+__all__ = ["DTYPES", "INTERPRETED", "KernelLaunch", "dot", "rounded"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that kernels compute."""
@@ -21,7 +21,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU."""
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel, its grid and its arguments.
 
     Args:
@@ -55,10 +55,9 @@ def dot(left: tl.tensor, right: tl.tensor, before: tl.tensor) -> Any:
 @triton.jit  # type: ignore[untyped-decorator]
 def rounded(number: tl.tensor, dtype: tl.constexpr) -> Any:
     """Numbers of fp32 in another dtype, to nearest, ties to even."""
-    if INTERPRETED:
-        # There a conversion to bf16 cuts off.
-        if dtype == tl.bfloat16:
-            bits = number.to(tl.uint32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            number = tl.where(number == number, bits.to(tl.float32, bitcast=True), number)
+    if INTERPRETED and dtype == tl.bfloat16:
+        # There a conversion cuts off.
+        bits = number.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        number = tl.where(number == number, bits.to(tl.float32, bitcast=True), number)
     return number.to(dtype)

@@ -33,7 +33,7 @@ from triton.language.standard import _elementwise_max, _sum_combine  # type: ign
 from pcomm.inference.attention.scores import PLAIN, Softmax
 from pcomm.inference.attention.turn import HeadTurn
 from pcomm.inference.attention.turn_kernel import turn_arguments, turned
-from pcomm.inference.launch import DTYPES, Launch, dot, rounded
+from pcomm.inference.launch import DTYPES, KernelLaunch, dot, rounded
 from pcomm.inference.model import KVMemory
 
 __all__ = ["decode_kernel", "decode_launch", "takes"]
@@ -61,7 +61,7 @@ def decode_launch(
     softmax: Softmax = PLAIN,
     window: int | None = None,
     turn: HeadTurn | None = None,
-) -> Launch:
+) -> KernelLaunch:
     """The launch for one layer; it also writes the new keys and values. No wait for the device.
 
     Args:
@@ -135,7 +135,7 @@ def decode_launch(
         "HAS_SLOPES": softmax.alibi_H is not None,
     }
     grid = (num_requests, key_heads, num_splits)
-    return Launch(decode_kernel, grid, arguments, q_NHK.device)
+    return KernelLaunch(decode_kernel, grid, arguments, q_NHK.device)
 
 
 def _padded(count: int) -> int:

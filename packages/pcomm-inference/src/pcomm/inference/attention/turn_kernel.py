@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.inference.attention.turn import HeadTurn
-from pcomm.inference.launch import Launch, rounded
+from pcomm.inference.launch import KernelLaunch, rounded
 from pcomm.inference.model import KVMemory
 
 __all__ = ["turn_arguments", "turn_launch", "turned"]
@@ -29,11 +29,9 @@ def turn_arguments(turn: HeadTurn | None, unused: Tensor) -> dict[str, Any]:
         turn: Norm and rotation; None for neither.
         unused: Any tensor, which stands for those that are not read.
     """
-    if turn is None:
-        tables, norms = (unused, unused), (None, None)
-    else:
-        tables, norms = (turn.cosines_TR, turn.sines_TR), (turn.query_norm, turn.key_norm)
-    query_norm, key_norm = norms
+    tables = (unused, unused) if turn is None else (turn.cosines_TR, turn.sines_TR)
+    query_norm = None if turn is None else turn.query_norm
+    key_norm = None if turn is None else turn.key_norm
     return {
         "cosines": tables[0],
         "sines": tables[1],
@@ -80,7 +78,9 @@ def turned(
     if PAIRS > 0:
         is_first, is_turned = column < PAIRS, column < 2 * PAIRS
         partner = tl.where(is_first, column + PAIRS, tl.where(is_turned, column - PAIRS, column))
-        other = tl.load(heads[:, None] + (partner * column_stride)[None, :], mask=is_read, other=0.0)
+        other = tl.load(
+            heads[:, None] + (partner * column_stride)[None, :], mask=is_read, other=0.0
+        )
         other = other.to(tl.float32)
         if HAS_NORM:
             other = _scaled(other, factor, norm, partner, WIDTH, ADDS_ONE, dtype)
@@ -118,7 +118,7 @@ def turn_launch(
     turn: HeadTurn,
     q_out_THK: Tensor,
     k_out_TGK: Tensor,
-) -> Launch:
+) -> KernelLaunch:
     """The launch that turns the heads of new tokens and writes keys and values to their blocks.
 
     Args:
@@ -153,7 +153,7 @@ def turn_launch(
         "VALUE_WIDTH": v_TGV.shape[2],
         "PADDED_VALUE_WIDTH": triton.next_power_of_2(v_TGV.shape[2]),
     }
-    return Launch(turn_kernel, (len(q_THK), key_heads), arguments, q_THK.device)
+    return KernelLaunch(turn_kernel, (len(q_THK), key_heads), arguments, q_THK.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

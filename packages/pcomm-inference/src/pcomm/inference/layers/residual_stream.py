@@ -14,7 +14,6 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -94,24 +93,22 @@ class ResidualStream:
             norm: Norm of the stream.
             layer: Layer that is applied to it, whose first half of outputs is the gate.
         """
-        kernels, weight = _kernels(), self._weight_after_norm(layer)
-        if weight is not None:
-            found: Tensor = kernels.product(
-                self._x_TD, weight, layer.bias, norm=norm, is_gated=True
-            )
+        kernels, layer_weight = _kernels(), _own_weight(layer)
+        found: Tensor
+        if self._weight_after_norm(layer) is not None:
+            found = kernels.product(self._x_TD, layer_weight, layer.bias, norm=norm, is_gated=True)
             return found
         normed_TD = self.normed(norm)
-        if (weight := _own_weight(layer)) is not None and kernels.takes_product(
-            normed_TD, weight, is_normed=False
+        if layer_weight is not None and kernels.takes_product(
+            normed_TD, layer_weight, is_normed=False
         ):
-            found = kernels.product(normed_TD, weight, layer.bias, is_gated=True)
-            return found
-        gate_up_T2F = layer(normed_TD)
-        if kernels.takes_gate(gate_up_T2F):
+            found = kernels.product(normed_TD, layer_weight, layer.bias, is_gated=True)
+        elif kernels.takes_gate(gate_up_T2F := layer(normed_TD)):
             found = kernels.swiglu(gate_up_T2F)
-            return found
-        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
-        return F.silu(gate_TF).mul_(up_TF)
+        else:
+            gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+            found = F.silu(gate_TF).mul_(up_TF)
+        return found
 
     def add_product(self, layer: nn.Module, x_TF: Tensor) -> None:
         """Add the product of a layer to the stream; what the layer communicates it does.

@@ -22,7 +22,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
-from pcomm.inference.launch import DTYPES, Launch, dot, rounded
+from pcomm.inference.launch import DTYPES, KernelLaunch, dot, rounded
 from pcomm.inference.layers.norm import Norm
 
 __all__ = ["add_norm", "product", "swiglu", "takes_gate", "takes_product", "takes_rows"]
@@ -48,9 +48,7 @@ def takes_rows(x_TI: Tensor) -> bool:
 
 def takes_gate(gate_up_T2F: Tensor) -> bool:
     """Whether `swiglu` computes it."""
-    return (
-        gate_up_T2F.dtype in DTYPES and gate_up_T2F.is_contiguous() and gate_up_T2F.numel() > 0
-    )
+    return gate_up_T2F.dtype in DTYPES and gate_up_T2F.is_contiguous() and gate_up_T2F.numel() > 0
 
 
 def takes_product(x_TI: Tensor, weight_OI: Tensor, *, is_normed: bool) -> bool:
@@ -106,7 +104,7 @@ def product_launch(
     out_TF: Tensor,
     *,
     is_gated: bool,
-) -> Launch:
+) -> KernelLaunch:
     """The launch of `product`, which writes its result to `out_TF`."""
     num_rows, num_inputs = x_TI.shape
     is_few = num_rows <= _FEW_ROWS
@@ -138,7 +136,7 @@ def product_launch(
         "num_stages": 4,
     }
     grid = (triton.cdiv(out_TF.shape[1], outputs),)
-    return Launch(product_kernel, grid, arguments, x_TI.device)
+    return KernelLaunch(product_kernel, grid, arguments, x_TI.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -240,7 +238,7 @@ def add_norm(x_TD: Tensor, y_TD: Tensor | None, norm: Norm) -> tuple[Tensor, Ten
 
 def add_norm_launch(
     x_TD: Tensor, y_TD: Tensor | None, norm: Norm, sum_TD: Tensor, normed_TD: Tensor
-) -> Launch:
+) -> KernelLaunch:
     """The launch of `add_norm`, which writes its results to the last two."""
     width = x_TD.shape[1]
     block = triton.next_power_of_2(width)
@@ -258,7 +256,7 @@ def add_norm_launch(
         # 16 numbers of a row for each thread, up to as many threads as a block may have.
         "num_warps": min(max(block // 512, 1), 32),
     }
-    return Launch(add_norm_kernel, (len(x_TD),), arguments, x_TD.device)
+    return KernelLaunch(add_norm_kernel, (len(x_TD),), arguments, x_TD.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -304,12 +302,12 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     return out_TF
 
 
-def swiglu_launch(gate_up_T2F: Tensor, out_TF: Tensor) -> Launch:
+def swiglu_launch(gate_up_T2F: Tensor, out_TF: Tensor) -> KernelLaunch:
     """The launch of `swiglu`, which writes its result to the second."""
     width = out_TF.shape[1]
     arguments = {"gate_up": gate_up_T2F, "out": out_TF, "WIDTH": width, "BLOCK": _BLOCK}
     grid = (len(out_TF), triton.cdiv(width, _BLOCK))
-    return Launch(swiglu_kernel, grid, arguments, out_TF.device)
+    return KernelLaunch(swiglu_kernel, grid, arguments, out_TF.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

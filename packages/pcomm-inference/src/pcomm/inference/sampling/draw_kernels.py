@@ -29,7 +29,7 @@ from triton.language.standard import (  # type: ignore[import-untyped]
     _sum_combine,
 )
 
-from pcomm.inference.launch import DTYPES, Launch
+from pcomm.inference.launch import DTYPES, KernelLaunch
 from pcomm.inference.sampling.filters import UNITS
 from pcomm.inference.sampling.noise import DRAW_1, DRAW_2, UNIFORM_BITS, TokenNoise, row_keys
 from pcomm.inference.sampling.params import SamplingRow
@@ -106,7 +106,7 @@ def _bits(number: float) -> int:
 
 def launches(
     logits_RV: Tensor, told_6R: Tensor, mixed_V: Tensor, out_R: Tensor
-) -> tuple[Launch, Launch, Launch]:
+) -> tuple[KernelLaunch, KernelLaunch, KernelLaunch]:
     """The launches, in their order."""
     num_rows, vocabulary = logits_RV.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -141,9 +141,9 @@ def launches(
     grid = (num_rows, parts)
     listed = scratch(2, num_rows, vocabulary, dtype=torch.int32)
     return (
-        Launch(largest_kernel, grid, {**common, "state": state}, device),
-        Launch(draw_kernel, grid, {**common, **of_parts}, device),
-        Launch(
+        KernelLaunch(largest_kernel, grid, {**common, "state": state}, device),
+        KernelLaunch(draw_kernel, grid, {**common, **of_parts}, device),
+        KernelLaunch(
             choose_kernel,
             grid,
             {

@@ -16,7 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from pcomm.inference.launch import Launch
+from pcomm.inference.launch import KernelLaunch
 from pcomm.inference.sampling.filters import logit_edits
 from pcomm.inference.sampling.params import SamplingRow
 
@@ -50,7 +50,7 @@ def _told(rows: Sequence[SamplingRow], vocabulary: int) -> Tensor:
     return torch.cat([*begins, *places, values.view(torch.int64)])
 
 
-def edit_launch(edited_RV: Tensor, logits_RV: Tensor, told: Tensor) -> Launch:
+def edit_launch(edited_RV: Tensor, logits_RV: Tensor, told: Tensor) -> KernelLaunch:
     """The launch of `edit`."""
     num_rows, vocabulary = edited_RV.shape
     arguments = {
@@ -63,7 +63,7 @@ def edit_launch(edited_RV: Tensor, logits_RV: Tensor, told: Tensor) -> Launch:
         "VOCABULARY": vocabulary,
         "TILE": _TILE,
     }
-    return Launch(edit_kernel, (num_rows,), arguments, logits_RV.device)
+    return KernelLaunch(edit_kernel, (num_rows,), arguments, logits_RV.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
