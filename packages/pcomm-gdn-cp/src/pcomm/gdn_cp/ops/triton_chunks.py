@@ -1,0 +1,415 @@
+"""Kernels of both chunked recurrences, forward. Importing this file imports Triton.
+
+The gated delta rule and the state space of Mamba-2 differ by the correction alone: with it, a token
+writes u = (1 + A)^-1 beta (v - e^c S^T k), and without it u = beta v, where beta is the time step.
+`ops/gated_delta_rule.py` has the formulas and the names. All documents of a pack are in one launch:
+a table of the host has the tokens of each chunk, and another one the chunks of each sequence.
+
+Three launches: what is local to a chunk, for every chunk and head at once; the scan, a program for
+each sequence, head and block of the state's columns, which are independent; and what queries read,
+again for every chunk. Everything is computed in fp32, and products are as exact as torch's are.
+"""
+
+# T tokens, N sequences, M chunks, C tokens of a chunk, G key heads, H value heads, K key dim,
+# V value dim
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from pcomm.gdn_cp.kernel_launch import KernelLaunch
+from pcomm.gdn_cp.ops.chunks import KERNEL_CHUNK, ChunkTables
+
+__all__ = [
+    "Local",
+    "Recurrence",
+    "Scanned",
+    "chunk_kernel",
+    "local_launch",
+    "padded",
+    "pairwise",
+    "read_kernel",
+    "read_launch",
+    "scan_kernel",
+    "scan_launch",
+    "tokens_of",
+]
+
+# Fewest rows and columns of a matrix that tensor cores multiply.
+_LEAST = 16
+# Columns of a state for one program of the scan, which has to wait for every chunk before: few, so
+# that one sequence fills a GPU. Those of a program that reads, which does not wait: more.
+_SCAN_COLUMNS, _READ_COLUMNS = 32, 64
+
+
+def padded(size: int, most: int = 1 << 30) -> int:
+    """The power of two from `size` on that tensor cores take, or `most` if that is less."""
+    return min(max(_LEAST, 1 << (size - 1).bit_length()), most)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Tokens of a pack, as the kernels take them.
+
+    Args:
+        tables: Tables of the chunks, on the device.
+        q_TGK: `[T, G, K]` queries, or None if nothing is read.
+        k_TGK: `[T, G, K]` keys; the last two dimensions of all three are contiguous.
+        v_THV: `[T, H, V]` values.
+        g_TH: `[T, H]` logarithm of the decay, fp32 and contiguous, as is the next.
+        beta_TH: `[T, H]`.
+        skip_H: `[H]` weights of the values that are added to the output, fp32, or None.
+        is_corrected: True for the delta rule.
+    """
+
+    tables: ChunkTables
+    q_TGK: Tensor | None
+    k_TGK: Tensor
+    v_THV: Tensor
+    g_TH: Tensor
+    beta_TH: Tensor
+    skip_H: Tensor | None
+    is_corrected: bool
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """`[N, H, K, V]`."""
+        num_heads, value_dim = self.v_THV.shape[1:]
+        return len(self.tables.sequences_N4), num_heads, self.k_TGK.shape[2], value_dim
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Constants of all kernels."""
+        num_groups, key_dim = self.k_TGK.shape[1:]
+        num_heads, value_dim = self.v_THV.shape[1:]
+        return {
+            "C": KERNEL_CHUNK,
+            "G": num_groups,
+            "H": num_heads,
+            "K": key_dim,
+            "V": value_dim,
+            "CORRECTED": self.is_corrected,
+            "PRECISION": _precision(),
+        }
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Tensors that nearly all kernels take."""
+        return {
+            "k": self.k_TGK,
+            "k_row": self.k_TGK.stride(0),
+            "v": self.v_THV,
+            "v_row": self.v_THV.stride(0),
+            "beta": self.beta_TH,
+            "chunks": self.tables.chunks_M4,
+        }
+
+    @property
+    def queries(self) -> dict[str, Any]:
+        """The queries; keys in the place of none, so that there is one signature."""
+        q_TGK = self.k_TGK if self.q_TGK is None else self.q_TGK
+        return {"q": q_TGK, "q_row": q_TGK.stride(0)}
+
+    def new(self, *shape: int) -> Tensor:
+        """An fp32 tensor on the device of the tokens."""
+        return self.k_TGK.new_empty(shape, dtype=torch.float32)
+
+
+def _precision() -> str:
+    """How tensor cores multiply fp32: in one product of TF32 where torch may, else in three."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+class Local(NamedTuple):
+    """What is local to chunks.
+
+    Args:
+        decay_TH: `[T, H]` logarithm of the decay since the start of the chunk.
+        inverse_MHCC: `[M, H, C, C]` inverse of each chunk's system; none without correction.
+    """
+
+    decay_TH: Tensor
+    inverse_MHCC: Tensor | None
+
+
+def local_launch(given: Recurrence) -> tuple[KernelLaunch, Local]:
+    """Decays since the chunks began, and the inverse of their systems: chunks times heads."""
+    num_chunks, num_heads = len(given.tables.chunks_M4), given.v_THV.shape[1]
+    decay_TH = given.new(*given.g_TH.shape)
+    inverse = given.new(num_chunks, num_heads, KERNEL_CHUNK, KERNEL_CHUNK) if given.is_corrected else None
+    arguments = given.arguments | {
+        "g": given.g_TH,
+        "decay": decay_TH,
+        "inverse": decay_TH if inverse is None else inverse,
+        **given.sizes,
+        "BK": padded(given.k_TGK.shape[2]),
+    }
+    for name in ("v", "v_row", "V"):
+        del arguments[name]
+    grid = (num_chunks, num_heads)
+    launch = KernelLaunch(chunk_kernel, grid, arguments, decay_TH.device, {"num_warps": 4})
+    return launch, Local(decay_TH, inverse)
+
+
+class Scanned(NamedTuple):
+    """What a scan finds.
+
+    Args:
+        values_THV: `[T, H, V]` what tokens write; none without correction, where it is beta v.
+        states_MHKV: `[M, H, K, V]` state that enters each chunk.
+        final_NHKV: `[N, H, K, V]` state after each sequence.
+    """
+
+    values_THV: Tensor | None
+    states_MHKV: Tensor
+    final_NHKV: Tensor
+
+
+def scan_launch(
+    given: Recurrence, local: Local, initial_NHKV: Tensor | None
+) -> tuple[KernelLaunch, Scanned]:
+    """The states from chunk to chunk: sequences times heads times blocks of columns."""
+    num_sequences, num_heads, key_dim, value_dim = given.state_shape
+    states = given.new(len(given.tables.chunks_M4), num_heads, key_dim, value_dim)
+    final = given.new(*given.state_shape)
+    values = given.new(*given.v_THV.shape) if given.is_corrected else None
+    columns = padded(value_dim, _SCAN_COLUMNS)
+    arguments = given.arguments | {
+        "decay": local.decay_TH,
+        "inverse": local.decay_TH if local.inverse_MHCC is None else local.inverse_MHCC,
+        "initial": final if initial_NHKV is None else initial_NHKV,
+        "values": states if values is None else values,
+        "states": states,
+        "final": final,
+        "sequences": given.tables.sequences_N4,
+        **given.sizes,
+        "BK": padded(key_dim),
+        "BV": columns,
+        "HAS_INITIAL": initial_NHKV is not None,
+    }
+    grid = (num_sequences, num_heads, -(-value_dim // columns))
+    options = {"num_warps": 4, "num_stages": 2}
+    launch = KernelLaunch(scan_kernel, grid, arguments, states.device, options)
+    return launch, Scanned(values, states, final)
+
+
+def read_launch(given: Recurrence, local: Local, scanned: Scanned) -> tuple[KernelLaunch, Tensor]:
+    """What queries read, `[T, H, V]` in the dtype of the values: chunks, heads, columns."""
+    _, num_heads, key_dim, value_dim = given.state_shape
+    output = given.v_THV.new_empty(given.v_THV.shape)
+    columns = padded(value_dim, _READ_COLUMNS)
+    values = scanned.states_MHKV if scanned.values_THV is None else scanned.values_THV
+    arguments = given.arguments | given.queries | {
+        "decay": local.decay_TH,
+        "values": values,
+        "states": scanned.states_MHKV,
+        "skip": local.decay_TH if given.skip_H is None else given.skip_H,
+        "output": output,
+        **given.sizes,
+        "BK": padded(key_dim),
+        "BV": columns,
+        "SKIPS": given.skip_H is not None,
+    }  # fmt: skip
+    grid = (len(given.tables.chunks_M4), num_heads, -(-value_dim // columns))
+    options = {"num_warps": 4, "num_stages": 1}
+    return KernelLaunch(read_kernel, grid, arguments, output.device, options), output
+
+
+# -- the kernels -----------------------------------------------------------------------------
+#
+# `ChunkTables` says what the rows of `chunks` and `sequences` are. Loads behind the end of a chunk
+# give zeros, and with beta zero a token writes nothing.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tokens_of(chunks: tl.tensor, chunk: tl.tensor, C: tl.constexpr) -> tl.tuple:
+    """Tokens of a chunk, which of them there are, and the last one."""
+    first, stop = tl.load(chunks + 4 * chunk), tl.load(chunks + 4 * chunk + 1)
+    tokens = (first + tl.arange(0, C)).to(tl.int64)
+    return tokens, tokens < stop, (stop - 1).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def pairwise(c: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """`[C, C]` decay from token j to token i, zero where j comes after i."""
+    places = tl.arange(0, C)
+    is_kept = places[:, None] >= places[None, :]
+    return tl.exp(tl.where(is_kept, c[:, None] - c[None, :], float("-inf")))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def chunk_kernel(
+    k: tl.tensor,
+    k_row: tl.tensor,
+    beta: tl.tensor,
+    chunks: tl.tensor,
+    g: tl.tensor,
+    decay: tl.tensor,
+    inverse: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BK: tl.constexpr,
+) -> None:
+    """The decay since the start of a chunk, and the inverse of 1 + A."""
+    # The logarithm of the smallest number of fp32: minus infinity counts as that.
+    LEAST: tl.constexpr = -103.27892990343184
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    tokens, inside, _ = tokens_of(chunks, chunk, C)
+    of_head = tokens * H + head
+    logs = tl.load(g + of_head, mask=inside, other=0.0)
+    c = tl.cumsum(tl.where(logs < LEAST, LEAST, logs), 0)
+    tl.store(decay + of_head, c, mask=inside)
+    if CORRECTED:
+        columns = tl.arange(0, BK)
+        group = head // (H // G)
+        place = tokens[:, None] * k_row + group * K + columns[None, :]
+        keys = tl.load(k + place, mask=inside[:, None] & (columns < K)[None, :], other=0.0)
+        keys = keys.to(tl.float32)
+        b = tl.load(beta + of_head, mask=inside, other=0.0)
+        i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        a = tl.where(i > j, b[:, None] * products * pairwise(c, C), 0.0)
+        # Blocks on the diagonal, twice as long each time. With X the inverse of two neighbours,
+        # and L what lies below the first and left of the second, that of both is X - X L X.
+        x = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, a, 0.0)
+        for level in tl.static_range(1, 6):
+            below = tl.where(((i ^ j) >= (1 << level)) & ((i ^ j) < (2 << level)), a, 0.0)
+            x -= tl.dot(tl.dot(x, below, input_precision=PRECISION), x, input_precision=PRECISION)
+        start = inverse + (chunk * H + head).to(tl.int64) * C * C
+        tl.store(start + i * C + j, x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scan_kernel(
+    k: tl.tensor,
+    k_row: tl.tensor,
+    v: tl.tensor,
+    v_row: tl.tensor,
+    beta: tl.tensor,
+    chunks: tl.tensor,
+    decay: tl.tensor,
+    inverse: tl.tensor,
+    initial: tl.tensor,
+    values: tl.tensor,
+    states: tl.tensor,
+    final: tl.tensor,
+    sequences: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+) -> None:
+    """The state that enters each chunk of a sequence, what tokens write, and the last state."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first_chunk = tl.load(sequences + 4 * sequence + 2)
+    num_chunks = tl.load(sequences + 4 * sequence + 3)
+    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+    in_state = (rows < K)[:, None] & (columns < V)[None, :]
+    place = rows[:, None] * V + columns[None, :]
+    of_sequence = (sequence * H + head).to(tl.int64) * K * V
+    if HAS_INITIAL:
+        state = tl.load(initial + of_sequence + place, mask=in_state, other=0.0)
+    else:
+        state = tl.zeros([BK, BV], tl.float32)
+    for number in range(num_chunks):
+        chunk = first_chunk + number
+        of_chunk = (chunk * H + head).to(tl.int64)
+        tl.store(states + of_chunk * K * V + place, state, mask=in_state)
+        tokens, inside, last = tokens_of(chunks, chunk, C)
+        of_head = tokens * H + head
+        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
+        b = tl.load(beta + of_head, mask=inside, other=0.0)
+        in_keys = inside[:, None] & (rows < K)[None, :]
+        of_keys = tokens[:, None] * k_row + head // (H // G) * K + rows[None, :]
+        keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
+        in_values = inside[:, None] & (columns < V)[None, :]
+        of_values = tokens[:, None] * v_row + head * V + columns[None, :]
+        new = tl.load(v + of_values, mask=in_values, other=0.0).to(tl.float32)
+        if CORRECTED:
+            known = tl.dot(keys, state, input_precision=PRECISION)
+            error = new - tl.exp(c)[:, None] * known
+            square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+            solver = tl.load(inverse + of_chunk * C * C + square)
+            written = tl.dot(solver, b[:, None] * error, input_precision=PRECISION)
+            made = of_head[:, None] * V + columns[None, :]
+            tl.store(values + made, written, mask=in_values)
+        else:
+            written = b[:, None] * new
+        kept = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * written
+        state = tl.exp(end) * state + tl.dot(tl.trans(keys), kept, input_precision=PRECISION)
+    tl.store(final + of_sequence + place, state, mask=in_state)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_kernel(
+    k: tl.tensor,
+    k_row: tl.tensor,
+    v: tl.tensor,
+    v_row: tl.tensor,
+    beta: tl.tensor,
+    chunks: tl.tensor,
+    q: tl.tensor,
+    q_row: tl.tensor,
+    decay: tl.tensor,
+    values: tl.tensor,
+    states: tl.tensor,
+    skip: tl.tensor,
+    output: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SKIPS: tl.constexpr,
+) -> None:
+    """What the tokens of a chunk read from the state after their own write."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    tokens, inside, _ = tokens_of(chunks, chunk, C)
+    of_head = tokens * H + head
+    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+    in_keys = inside[:, None] & (rows < K)[None, :]
+    group = head // (H // G)
+    of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
+    keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
+    of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
+    queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
+    c = tl.load(decay + of_head, mask=inside, other=0.0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * pairwise(c, C)
+    in_values = inside[:, None] & (columns < V)[None, :]
+    of_values = tokens[:, None] * v_row + head * V + columns[None, :]
+    of_output = of_head[:, None] * V + columns[None, :]
+    if CORRECTED:
+        written = tl.load(values + of_output, mask=in_values, other=0.0)
+    else:
+        new = tl.load(v + of_values, mask=in_values, other=0.0).to(tl.float32)
+        written = tl.load(beta + of_head, mask=inside, other=0.0)[:, None] * new
+    in_state = (rows < K)[:, None] & (columns < V)[None, :]
+    of_chunk = (chunk * H + head).to(tl.int64) * K * V
+    place = rows[:, None] * V + columns[None, :]
+    state = tl.load(states + of_chunk + place, mask=in_state, other=0.0)
+    read = tl.exp(c)[:, None] * tl.dot(queries, state, input_precision=PRECISION)
+    read += tl.dot(scores, written, input_precision=PRECISION)
+    if SKIPS:
+        more = tl.load(v + of_values, mask=in_values, other=0.0).to(tl.float32)
+        read += tl.load(skip + head) * more
+    tl.store(output + of_output, read.to(output.dtype.element_ty), mask=in_values)

@@ -1,0 +1,485 @@
+"""Kernels of both chunked recurrences, backward. Importing this file imports Triton.
+
+Decays, inverses, states and what tokens wrote are computed again by the kernels of the forward.
+Then four launches: what gradients of the output mean for what was written, within each chunk; the
+transposed scan, from the last chunk of a sequence to the first; everything that need not wait for
+it, by chunk; and sums over blocks of rows and over later tokens, which the decays get.
+
+With right = (1 + A)^-T du, the gradient of what is written solved backwards (without correction
+right = du), the gradient of a decay needs no product of its own:
+  dc_i = q_i dq_i + beta_i k_i (dk_i by the system and by what was known) - right_i u_i,
+and the last token of a chunk gets what the state that leaves has lost. No atomics: a program adds
+up the value heads of its key head, one after the other.
+"""
+
+# T tokens, N sequences, M chunks, C tokens of a chunk, G key heads, H value heads, K key dim,
+# V value dim, B blocks of rows of a state
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from pcomm.gdn_cp.kernel_launch import KernelLaunch
+from pcomm.gdn_cp.ops.triton_chunks import (
+    Local,
+    Recurrence,
+    Scanned,
+    padded,
+    pairwise,
+    tokens_of,
+)
+
+__all__ = [
+    "back_through_reads_kernel",
+    "back_through_reads_launch",
+    "back_through_scan_kernel",
+    "back_through_scan_launch",
+    "collect_kernel",
+    "collect_launch",
+    "finish_kernel",
+    "finish_launch",
+]
+
+# Columns of a state for a program of the transposed scan, and of each other program at a time.
+_SCAN_COLUMNS, _COLUMNS = 32, 64
+# Rows of a state for one program that collects.
+_ROWS = 64
+
+
+def back_through_reads_launch(
+    given: Recurrence, local: Local, grad_THV: Tensor
+) -> tuple[KernelLaunch, Tensor]:
+    """`[T, H, V]`: what reads within its chunk bring to what each token wrote."""
+    num_heads, value_dim = given.v_THV.shape[1:]
+    grad_values = given.new(*given.v_THV.shape)
+    columns = padded(value_dim, _COLUMNS)
+    arguments = given.arguments | given.queries | {
+        "decay": local.decay_TH,
+        "grad": grad_THV,
+        "grad_values": grad_values,
+        **given.sizes,
+        "BK": padded(given.k_TGK.shape[2]),
+        "BV": columns,
+    }  # fmt: skip
+    for name in ("v", "v_row", "beta", "CORRECTED"):
+        del arguments[name]
+    grid = (len(given.tables.chunks_M4), num_heads, -(-value_dim // columns))
+    options = {"num_warps": 4, "num_stages": 1}
+    kernel = back_through_reads_kernel
+    return KernelLaunch(kernel, grid, arguments, grad_THV.device, options), grad_values
+
+
+class Back(NamedTuple):
+    """What the transposed scan finds.
+
+    Args:
+        right_THV: `[T, H, V]` gradient of what is written, solved backwards.
+        left_MHKV: `[M, H, K, V]` gradient of the state that leaves each chunk.
+        initial_NHKV: `[N, H, K, V]` gradient of the state before each sequence.
+    """
+
+    right_THV: Tensor
+    left_MHKV: Tensor
+    initial_NHKV: Tensor
+
+
+def back_through_scan_launch(
+    given: Recurrence,
+    local: Local,
+    grad_values_THV: Tensor | None,
+    grad_THV: Tensor | None,
+    grad_final_NHKV: Tensor | None,
+) -> tuple[KernelLaunch, Back]:
+    """The gradients of states, chunk by chunk from the last; writes over `grad_values_THV`."""
+    num_sequences, num_heads, key_dim, value_dim = given.state_shape
+    left = given.new(len(given.tables.chunks_M4), num_heads, key_dim, value_dim)
+    initial = given.new(*given.state_shape)
+    right = given.new(*given.v_THV.shape) if grad_values_THV is None else grad_values_THV
+    columns = padded(value_dim, _SCAN_COLUMNS)
+    arguments = given.arguments | given.queries | {
+        "decay": local.decay_TH,
+        "inverse": local.decay_TH if local.inverse_MHCC is None else local.inverse_MHCC,
+        "grad": right if grad_THV is None else grad_THV,
+        "grad_final": initial if grad_final_NHKV is None else grad_final_NHKV,
+        "right": right,
+        "left": left,
+        "initial": initial,
+        "sequences": given.tables.sequences_N4,
+        **given.sizes,
+        "BK": padded(key_dim),
+        "BV": columns,
+        "READS": grad_THV is not None,
+        "HAS_FINAL": grad_final_NHKV is not None,
+    }  # fmt: skip
+    for name in ("v", "v_row"):
+        del arguments[name]
+    grid = (num_sequences, num_heads, -(-value_dim // columns))
+    options = {"num_warps": 4, "num_stages": 2}
+    launch = KernelLaunch(back_through_scan_kernel, grid, arguments, left.device, options)
+    return launch, Back(right, left, initial)
+
+
+class Collected(NamedTuple):
+    """Gradients, the last three of each block of rows.
+
+    Args:
+        q_TGK: `[T, G, K]`, fp32 as all but that of the values; None if nothing is read.
+        k_TGK: `[T, G, K]`.
+        v_THV: `[T, H, V]` in the dtype of the values.
+        decay_BTH: `[B, T, H]` of the decay since the start of the chunk.
+        beta_BTH: `[B, T, H]`.
+        skip_TH: `[T, H]` of the weight of the values that are added; None without.
+    """
+
+    q_TGK: Tensor | None
+    k_TGK: Tensor
+    v_THV: Tensor
+    decay_BTH: Tensor
+    beta_BTH: Tensor
+    skip_TH: Tensor | None
+
+
+def collect_launch(
+    given: Recurrence, local: Local, scanned: Scanned, back: Back, grad_THV: Tensor | None
+) -> tuple[KernelLaunch, Collected]:
+    """All gradients that need not wait: chunks times key heads times blocks of rows."""
+    num_tokens, num_groups, key_dim = given.k_TGK.shape
+    num_heads, value_dim = given.v_THV.shape[1:]
+    rows = padded(key_dim, _ROWS)
+    num_blocks = -(-key_dim // rows)
+    reads = grad_THV is not None
+    collected = Collected(
+        given.new(*given.k_TGK.shape) if reads else None,
+        given.new(*given.k_TGK.shape),
+        given.v_THV.new_empty(given.v_THV.shape),
+        given.new(num_blocks, num_tokens, num_heads),
+        given.new(num_blocks, num_tokens, num_heads),
+        given.new(num_tokens, num_heads) if reads and given.skip_H is not None else None,
+    )
+    values = back.right_THV if scanned.values_THV is None else scanned.values_THV
+    arguments = given.arguments | given.queries | {
+        "decay": local.decay_TH,
+        "grad": back.right_THV if grad_THV is None else grad_THV,
+        "values": values,
+        "right": back.right_THV,
+        "states": scanned.states_MHKV,
+        "left": back.left_MHKV,
+        "skip": local.decay_TH if given.skip_H is None else given.skip_H,
+        "grad_q": collected.k_TGK if collected.q_TGK is None else collected.q_TGK,
+        "grad_k": collected.k_TGK,
+        "grad_v": collected.v_THV,
+        "grad_decay": collected.decay_BTH,
+        "grad_beta": collected.beta_BTH,
+        "grad_skip": local.decay_TH if collected.skip_TH is None else collected.skip_TH,
+        "num_tokens": num_tokens,
+        **given.sizes,
+        "BK": rows,
+        "BV": padded(value_dim, _COLUMNS),
+        "READS": reads,
+        "SKIPS": collected.skip_TH is not None,
+    }  # fmt: skip
+    grid = (len(given.tables.chunks_M4), num_groups, num_blocks)
+    options = {"num_warps": 8, "num_stages": 1}
+    launch = KernelLaunch(collect_kernel, grid, arguments, back.left_MHKV.device, options)
+    return launch, collected
+
+
+def finish_launch(
+    given: Recurrence, collected: Collected
+) -> tuple[KernelLaunch, tuple[Tensor, Tensor]]:
+    """`[T, H]` gradients of `g` and `beta`, fp32: chunks times heads."""
+    num_blocks, num_tokens, num_heads = collected.decay_BTH.shape
+    grad_g, grad_beta = given.new(num_tokens, num_heads), given.new(num_tokens, num_heads)
+    arguments = {
+        "chunks": given.tables.chunks_M4,
+        "g": given.g_TH,
+        "decays": collected.decay_BTH,
+        "betas": collected.beta_BTH,
+        "grad_g": grad_g,
+        "grad_beta": grad_beta,
+        "num_tokens": num_tokens,
+        "C": given.sizes["C"],
+        "H": num_heads,
+        "BLOCKS": num_blocks,
+    }
+    grid = (len(given.tables.chunks_M4), num_heads)
+    launch = KernelLaunch(finish_kernel, grid, arguments, grad_g.device, {"num_warps": 4})
+    return launch, (grad_g, grad_beta)
+
+
+# -- the kernels -----------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def back_through_reads_kernel(
+    k: tl.tensor,
+    k_row: tl.tensor,
+    chunks: tl.tensor,
+    q: tl.tensor,
+    q_row: tl.tensor,
+    decay: tl.tensor,
+    grad: tl.tensor,
+    grad_values: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+) -> None:
+    """The transposed scores times the gradients of what was read."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    tokens, inside, _ = tokens_of(chunks, chunk, C)
+    of_head = tokens * H + head
+    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+    in_keys = inside[:, None] & (rows < K)[None, :]
+    group = head // (H // G)
+    of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
+    keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
+    of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
+    queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
+    c = tl.load(decay + of_head, mask=inside, other=0.0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * pairwise(c, C)
+    in_values = inside[:, None] & (columns < V)[None, :]
+    place = of_head[:, None] * V + columns[None, :]
+    arriving = tl.load(grad + place, mask=in_values, other=0.0).to(tl.float32)
+    found = tl.dot(tl.trans(scores), arriving, input_precision=PRECISION)
+    tl.store(grad_values + place, found, mask=in_values)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def back_through_scan_kernel(
+    k: tl.tensor,
+    k_row: tl.tensor,
+    beta: tl.tensor,
+    chunks: tl.tensor,
+    q: tl.tensor,
+    q_row: tl.tensor,
+    decay: tl.tensor,
+    inverse: tl.tensor,
+    grad: tl.tensor,
+    grad_final: tl.tensor,
+    right: tl.tensor,
+    left: tl.tensor,
+    initial: tl.tensor,
+    sequences: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+) -> None:
+    """The gradient of the state that leaves each chunk, and of what its tokens write."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first_chunk = tl.load(sequences + 4 * sequence + 2)
+    num_chunks = tl.load(sequences + 4 * sequence + 3)
+    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+    in_state = (rows < K)[:, None] & (columns < V)[None, :]
+    place = rows[:, None] * V + columns[None, :]
+    of_sequence = (sequence * H + head).to(tl.int64) * K * V
+    group = head // (H // G)
+    if HAS_FINAL:
+        state = tl.load(grad_final + of_sequence + place, mask=in_state, other=0.0)
+    else:
+        state = tl.zeros([BK, BV], tl.float32)
+    for number in range(num_chunks):
+        chunk = first_chunk + num_chunks - 1 - number
+        of_chunk = (chunk * H + head).to(tl.int64)
+        tl.store(left + of_chunk * K * V + place, state, mask=in_state)
+        tokens, inside, last = tokens_of(chunks, chunk, C)
+        of_head = tokens * H + head
+        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
+        in_keys = inside[:, None] & (rows < K)[None, :]
+        of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
+        keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
+        in_values = inside[:, None] & (columns < V)[None, :]
+        of_values = of_head[:, None] * V + columns[None, :]
+        to_end = tl.where(inside, tl.exp(end - c), 0.0)[:, None]
+        found = to_end * tl.dot(keys, state, input_precision=PRECISION)
+        if READS:
+            found += tl.load(right + of_values, mask=in_values, other=0.0)
+        if CORRECTED:
+            square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+            solver = tl.load(inverse + of_chunk * C * C + square)
+            found = tl.dot(tl.trans(solver), found, input_precision=PRECISION)
+        tl.store(right + of_values, found, mask=in_values)
+        state = tl.exp(end) * state
+        if READS:
+            of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
+            queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
+            arriving = tl.load(grad + of_values, mask=in_values, other=0.0).to(tl.float32)
+            arriving = tl.exp(c)[:, None] * arriving
+            state += tl.dot(tl.trans(queries), arriving, input_precision=PRECISION)
+        if CORRECTED:
+            b = tl.load(beta + of_head, mask=inside, other=0.0)
+            known = (tl.exp(c) * b)[:, None] * found
+            state -= tl.dot(tl.trans(keys), known, input_precision=PRECISION)
+    tl.store(initial + of_sequence + place, state, mask=in_state)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def collect_kernel(
+    k: tl.tensor,
+    k_row: tl.tensor,
+    v: tl.tensor,
+    v_row: tl.tensor,
+    beta: tl.tensor,
+    chunks: tl.tensor,
+    q: tl.tensor,
+    q_row: tl.tensor,
+    decay: tl.tensor,
+    grad: tl.tensor,
+    values: tl.tensor,
+    right: tl.tensor,
+    states: tl.tensor,
+    left: tl.tensor,
+    skip: tl.tensor,
+    grad_q: tl.tensor,
+    grad_k: tl.tensor,
+    grad_v: tl.tensor,
+    grad_decay: tl.tensor,
+    grad_beta: tl.tensor,
+    grad_skip: tl.tensor,
+    num_tokens: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    READS: tl.constexpr,
+    SKIPS: tl.constexpr,
+) -> None:
+    """The gradients of a chunk, for a block of rows of the states of one key head."""
+    chunk, group, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tokens, inside, last = tokens_of(chunks, chunk, C)
+    rows = block * BK + tl.arange(0, BK)
+    in_keys = inside[:, None] & (rows < K)[None, :]
+    of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
+    keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
+    of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
+    queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
+    total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    for head in range(group * (H // G), (group + 1) * (H // G)):
+        of_head = tokens * H + head
+        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
+        b = tl.load(beta + of_head, mask=inside, other=0.0)
+        of_state = (chunk * H + head).to(tl.int64) * K * V
+        read_by, in_system = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+        read_from, known_to = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+        leaving = tl.zeros([C, BK], tl.float32)
+        own, solved = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+        skipped, kept = tl.zeros([C], tl.float32), tl.zeros([BK], tl.float32)
+        for start in range(0, V, BV):
+            columns = start + tl.arange(0, BV)
+            in_values = inside[:, None] & (columns < V)[None, :]
+            of_values = of_head[:, None] * V + columns[None, :]
+            in_state = (rows < K)[:, None] & (columns < V)[None, :]
+            place = of_state + rows[:, None] * V + columns[None, :]
+            of_new = tokens[:, None] * v_row + head * V + columns[None, :]
+            new = tl.load(v + of_new, mask=in_values, other=0.0).to(tl.float32)
+            back = tl.load(right + of_values, mask=in_values, other=0.0)
+            if CORRECTED:
+                written = tl.load(values + of_values, mask=in_values, other=0.0)
+            else:
+                written = b[:, None] * new
+            entering = tl.load(states + place, mask=in_state, other=0.0)
+            left_over = tl.load(left + place, mask=in_state, other=0.0)
+            to_new = b[:, None] * back
+            if READS:
+                arriving = tl.load(grad + of_values, mask=in_values, other=0.0).to(tl.float32)
+                read_by += tl.dot(arriving, tl.trans(written), input_precision=PRECISION)
+                read_from += tl.dot(arriving, tl.trans(entering), input_precision=PRECISION)
+                if SKIPS:
+                    to_new += tl.load(skip + head) * arriving
+                    skipped += tl.sum(arriving * new, 1)
+            if CORRECTED:
+                in_system += tl.dot(back, tl.trans(written), input_precision=PRECISION)
+                known_to += tl.dot(back, tl.trans(entering), input_precision=PRECISION)
+            leaving += tl.dot(written, tl.trans(left_over), input_precision=PRECISION)
+            own += tl.sum(back * written, 1)
+            solved += tl.sum(back * new, 1)
+            kept += tl.sum(entering * left_over, 1)
+            if block == 0:
+                tl.store(grad_v + of_values, to_new.to(grad_v.dtype.element_ty), mask=in_values)
+        pairs = pairwise(c, C)
+        to_k = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * leaving
+        through = tl.sum(tl.sum(keys * to_k, 1), 0) + tl.exp(end) * tl.sum(kept, 0)
+        to_decay = tl.where(tokens == last, through, 0.0)
+        to_beta = tl.zeros([C], tl.float32)
+        if READS:
+            read_by *= pairs
+            to_q = tl.dot(read_by, keys, input_precision=PRECISION) + tl.exp(c)[:, None] * read_from
+            to_decay += tl.sum(queries * to_q, 1)
+            to_k += tl.dot(tl.trans(read_by), queries, input_precision=PRECISION)
+            total_q += to_q
+        if CORRECTED:
+            below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
+            in_system = tl.where(below, -in_system * pairs, 0.0)
+            later = tl.dot(in_system, keys, input_precision=PRECISION)
+            later -= tl.exp(c)[:, None] * known_to
+            to_beta += tl.sum(keys * later, 1)
+            to_decay += b * to_beta
+            to_k += b[:, None] * later
+            in_system *= b[:, None]
+            to_k += tl.dot(tl.trans(in_system), keys, input_precision=PRECISION)
+        total_k += to_k
+        if block == 0:
+            to_decay -= own
+            to_beta += solved
+            if SKIPS:
+                tl.store(grad_skip + of_head, skipped, mask=inside)
+        of_block = block.to(tl.int64) * num_tokens * H
+        tl.store(grad_decay + of_block + of_head, to_decay, mask=inside)
+        tl.store(grad_beta + of_block + of_head, to_beta, mask=inside)
+    made = tokens[:, None] * (G * K) + group * K + rows[None, :]
+    if READS:
+        tl.store(grad_q + made, total_q, mask=in_keys)
+    tl.store(grad_k + made, total_k, mask=in_keys)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def finish_kernel(
+    chunks: tl.tensor,
+    g: tl.tensor,
+    decays: tl.tensor,
+    betas: tl.tensor,
+    grad_g: tl.tensor,
+    grad_beta: tl.tensor,
+    num_tokens: tl.tensor,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Sums over blocks of rows, and over the tokens of a chunk that a decay is in front of."""
+    # See `chunk_kernel`: below it a decay gets nothing.
+    LEAST: tl.constexpr = -103.27892990343184
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    tokens, inside, _ = tokens_of(chunks, chunk, C)
+    of_head = tokens * H + head
+    decay, beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        place = (block * num_tokens + tokens) * H + head
+        decay += tl.load(decays + place, mask=inside, other=0.0)
+        beta += tl.load(betas + place, mask=inside, other=0.0)
+    later = tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]
+    found = tl.sum(tl.where(later, decay[None, :], 0.0), 1)
+    logs = tl.load(g + of_head, mask=inside, other=0.0)
+    tl.store(grad_g + of_head, tl.where(logs < LEAST, 0.0, found), mask=inside)
+    tl.store(grad_beta + of_head, beta, mask=inside)
