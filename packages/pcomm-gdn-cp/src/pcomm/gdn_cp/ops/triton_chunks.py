@@ -31,18 +31,23 @@ __all__ = [
     "Recurrence",
     "Scanned",
     "chunk_kernel",
+    "load_state",
     "local_launch",
+    "of_tokens",
     "padded",
     "pairwise",
     "read_kernel",
     "read_launch",
     "scan_kernel",
     "scan_launch",
+    "store_state",
     "tokens_of",
 ]
 
 # Fewest rows and columns of a matrix that tensor cores multiply.
 _LEAST = 16
+# Rows of a state that are multiplied at a time: more would not fit in registers.
+_ROWS = 64
 # Columns of a state for one program of the scan, which has to wait for every chunk before: few, so
 # that one sequence fills a GPU. Those of a program that reads, which does not wait: more.
 _SCAN_COLUMNS, _READ_COLUMNS = 32, 64
@@ -94,6 +99,7 @@ class Recurrence:
             "H": num_heads,
             "K": key_dim,
             "V": value_dim,
+            "BK": padded(key_dim, _ROWS),
             "CORRECTED": self.is_corrected,
             "PRECISION": _precision(),
         }
@@ -148,7 +154,6 @@ def local_launch(given: Recurrence) -> tuple[KernelLaunch, Local]:
         "decay": decay_TH,
         "inverse": decay_TH if inverse is None else inverse,
         **given.sizes,
-        "BK": padded(given.k_TGK.shape[2]),
     }
     for name in ("v", "v_row", "V"):
         del arguments[name]
@@ -189,7 +194,7 @@ def scan_launch(
         "final": final,
         "sequences": given.tables.sequences_N4,
         **given.sizes,
-        "BK": padded(key_dim),
+        "BLOCKS": -(-key_dim // given.sizes["BK"]),
         "BV": columns,
         "HAS_INITIAL": initial_NHKV is not None,
     }
@@ -201,7 +206,7 @@ def scan_launch(
 
 def read_launch(given: Recurrence, local: Local, scanned: Scanned) -> tuple[KernelLaunch, Tensor]:
     """What queries read, `[T, H, V]` in the dtype of the values: chunks, heads, columns."""
-    _, num_heads, key_dim, value_dim = given.state_shape
+    _, num_heads, _, value_dim = given.state_shape
     output = given.v_THV.new_empty(given.v_THV.shape)
     columns = padded(value_dim, _READ_COLUMNS)
     values = scanned.states_MHKV if scanned.values_THV is None else scanned.values_THV
@@ -212,7 +217,6 @@ def read_launch(given: Recurrence, local: Local, scanned: Scanned) -> tuple[Kern
         "skip": local.decay_TH if given.skip_H is None else given.skip_H,
         "output": output,
         **given.sizes,
-        "BK": padded(key_dim),
         "BV": columns,
         "SKIPS": given.skip_H is not None,
     }  # fmt: skip
@@ -236,11 +240,70 @@ def tokens_of(chunks: tl.tensor, chunk: tl.tensor, C: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def of_tokens(
+    x: tl.tensor,
+    row: tl.tensor,
+    tokens: tl.tensor,
+    inside: tl.tensor,
+    head: tl.tensor,
+    columns: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """These columns of a head of the tokens, in fp32; zeros where there are none."""
+    place = tokens[:, None] * row + head * WIDTH + columns[None, :]
+    is_there = inside[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(x + place, mask=is_there, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def pairwise(c: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """`[C, C]` decay from token j to token i, zero where j comes after i."""
     places = tl.arange(0, C)
     is_kept = places[:, None] >= places[None, :]
     return tl.exp(tl.where(is_kept, c[:, None] - c[None, :], float("-inf")))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_state(
+    states: tl.tensor,
+    start: tl.tensor,
+    columns: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IS_ZERO: tl.constexpr,
+) -> tl.tuple:
+    """Columns of a state, block by block of its rows; zeros if it is none."""
+    state = ()
+    for block in tl.static_range(BLOCKS):
+        if IS_ZERO:
+            state = state + (tl.zeros([BK, columns.shape[0]], tl.float32),)
+        else:
+            rows = block * BK + tl.arange(0, BK)
+            in_state = (rows < K)[:, None] & (columns < V)[None, :]
+            place = states + start * K * V + rows[:, None] * V + columns[None, :]
+            state = state + (tl.load(place, mask=in_state, other=0.0),)
+    return state
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_state(
+    states: tl.tensor,
+    start: tl.tensor,
+    state: tl.tuple,
+    columns: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """What `load_state` loads."""
+    for block in tl.static_range(BLOCKS):
+        rows = block * BK + tl.arange(0, BK)
+        in_state = (rows < K)[:, None] & (columns < V)[None, :]
+        place = states + start * K * V + rows[:, None] * V + columns[None, :]
+        tl.store(place, state[block], mask=in_state)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -270,23 +333,22 @@ def chunk_kernel(
     c = tl.cumsum(tl.where(logs < LEAST, LEAST, logs), 0)
     tl.store(decay + of_head, c, mask=inside)
     if CORRECTED:
-        columns = tl.arange(0, BK)
-        group = head // (H // G)
-        place = tokens[:, None] * k_row + group * K + columns[None, :]
-        keys = tl.load(k + place, mask=inside[:, None] & (columns < K)[None, :], other=0.0)
-        keys = keys.to(tl.float32)
+        products = tl.zeros([C, C], tl.float32)
+        for start in range(0, K, BK):
+            rows = start + tl.arange(0, BK)
+            keys = of_tokens(k, k_row, tokens, inside, head // (H // G), rows, K)
+            products += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
         i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-        products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         a = tl.where(i > j, b[:, None] * products * pairwise(c, C), 0.0)
         # Blocks on the diagonal, twice as long each time. With X the inverse of two neighbours,
         # and L what lies below the first and left of the second, that of both is X - X L X.
         x = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, a, 0.0)
-        for level in tl.static_range(1, 6):
-            below = tl.where(((i ^ j) >= (1 << level)) & ((i ^ j) < (2 << level)), a, 0.0)
+        for level in range(1, 6):
+            below = tl.where(((i ^ j) >> level) == 1, a, 0.0)
             x -= tl.dot(tl.dot(x, below, input_precision=PRECISION), x, input_precision=PRECISION)
-        start = inverse + (chunk * H + head).to(tl.int64) * C * C
-        tl.store(start + i * C + j, x)
+        start = (chunk * H + head).to(tl.int64) * C * C
+        tl.store(inverse + start + i * C + j, x)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -312,48 +374,50 @@ def scan_kernel(
     CORRECTED: tl.constexpr,
     PRECISION: tl.constexpr,
     BK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BV: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ) -> None:
     """The state that enters each chunk of a sequence, what tokens write, and the last state."""
     sequence, head = tl.program_id(0), tl.program_id(1)
+    group = head // (H // G)
     first_chunk = tl.load(sequences + 4 * sequence + 2)
     num_chunks = tl.load(sequences + 4 * sequence + 3)
-    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
-    in_state = (rows < K)[:, None] & (columns < V)[None, :]
-    place = rows[:, None] * V + columns[None, :]
-    of_sequence = (sequence * H + head).to(tl.int64) * K * V
-    if HAS_INITIAL:
-        state = tl.load(initial + of_sequence + place, mask=in_state, other=0.0)
-    else:
-        state = tl.zeros([BK, BV], tl.float32)
+    columns = tl.program_id(2) * BV + tl.arange(0, BV)
+    of_sequence = (sequence * H + head).to(tl.int64)
+    state = load_state(initial, of_sequence, columns, K, V, BK, BLOCKS, not HAS_INITIAL)
     for number in range(num_chunks):
         chunk = first_chunk + number
         of_chunk = (chunk * H + head).to(tl.int64)
-        tl.store(states + of_chunk * K * V + place, state, mask=in_state)
+        store_state(states, of_chunk, state, columns, K, V, BK, BLOCKS)
         tokens, inside, last = tokens_of(chunks, chunk, C)
         of_head = tokens * H + head
         c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
-        in_keys = inside[:, None] & (rows < K)[None, :]
-        of_keys = tokens[:, None] * k_row + head // (H // G) * K + rows[None, :]
-        keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
-        in_values = inside[:, None] & (columns < V)[None, :]
-        of_values = tokens[:, None] * v_row + head * V + columns[None, :]
-        new = tl.load(v + of_values, mask=in_values, other=0.0).to(tl.float32)
+        new = of_tokens(v, v_row, tokens, inside, head, columns, V)
         if CORRECTED:
-            known = tl.dot(keys, state, input_precision=PRECISION)
+            known = tl.zeros([C, BV], tl.float32)
+            for block in tl.static_range(BLOCKS):
+                rows = block * BK + tl.arange(0, BK)
+                keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+                known += tl.dot(keys, state[block], input_precision=PRECISION)
             error = new - tl.exp(c)[:, None] * known
             square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
             solver = tl.load(inverse + of_chunk * C * C + square)
             written = tl.dot(solver, b[:, None] * error, input_precision=PRECISION)
             made = of_head[:, None] * V + columns[None, :]
-            tl.store(values + made, written, mask=in_values)
+            tl.store(values + made, written, mask=inside[:, None] & (columns < V)[None, :])
         else:
             written = b[:, None] * new
         kept = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * written
-        state = tl.exp(end) * state + tl.dot(tl.trans(keys), kept, input_precision=PRECISION)
-    tl.store(final + of_sequence + place, state, mask=in_state)
+        later = ()
+        for block in tl.static_range(BLOCKS):
+            rows = block * BK + tl.arange(0, BK)
+            keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+            added = tl.dot(tl.trans(keys), kept, input_precision=PRECISION)
+            later = later + (tl.exp(end) * state[block] + added,)
+        state = later
+    store_state(final, of_sequence, state, columns, K, V, BK, BLOCKS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -384,32 +448,32 @@ def read_kernel(
 ) -> None:
     """What the tokens of a chunk read from the state after their own write."""
     chunk, head = tl.program_id(0), tl.program_id(1)
+    group = head // (H // G)
     tokens, inside, _ = tokens_of(chunks, chunk, C)
     of_head = tokens * H + head
-    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
-    in_keys = inside[:, None] & (rows < K)[None, :]
-    group = head // (H // G)
-    of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
-    keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
-    of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
-    queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
-    c = tl.load(decay + of_head, mask=inside, other=0.0)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * pairwise(c, C)
-    in_values = inside[:, None] & (columns < V)[None, :]
-    of_values = tokens[:, None] * v_row + head * V + columns[None, :]
-    of_output = of_head[:, None] * V + columns[None, :]
-    if CORRECTED:
-        written = tl.load(values + of_output, mask=in_values, other=0.0)
-    else:
-        new = tl.load(v + of_values, mask=in_values, other=0.0).to(tl.float32)
-        written = tl.load(beta + of_head, mask=inside, other=0.0)[:, None] * new
-    in_state = (rows < K)[:, None] & (columns < V)[None, :]
+    columns = tl.program_id(2) * BV + tl.arange(0, BV)
     of_chunk = (chunk * H + head).to(tl.int64) * K * V
-    place = rows[:, None] * V + columns[None, :]
-    state = tl.load(states + of_chunk + place, mask=in_state, other=0.0)
-    read = tl.exp(c)[:, None] * tl.dot(queries, state, input_precision=PRECISION)
-    read += tl.dot(scores, written, input_precision=PRECISION)
+    scores, read = tl.zeros([C, C], tl.float32), tl.zeros([C, BV], tl.float32)
+    for start in range(0, K, BK):
+        rows = start + tl.arange(0, BK)
+        queries = of_tokens(q, q_row, tokens, inside, group, rows, K)
+        keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+        scores += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        place = of_chunk + rows[:, None] * V + columns[None, :]
+        in_state = (rows < K)[:, None] & (columns < V)[None, :]
+        state = tl.load(states + place, mask=in_state, other=0.0)
+        read += tl.dot(queries, state, input_precision=PRECISION)
+    c = tl.load(decay + of_head, mask=inside, other=0.0)
+    if CORRECTED:
+        written = of_tokens(values, H * V, tokens, inside, head, columns, V)
+    else:
+        written = of_tokens(v, v_row, tokens, inside, head, columns, V)
+        written *= tl.load(beta + of_head, mask=inside, other=0.0)[:, None]
+    read *= tl.exp(c)[:, None]
+    read += tl.dot(scores * pairwise(c, C), written, input_precision=PRECISION)
     if SKIPS:
-        more = tl.load(v + of_values, mask=in_values, other=0.0).to(tl.float32)
+        more = of_tokens(v, v_row, tokens, inside, head, columns, V)
         read += tl.load(skip + head) * more
-    tl.store(output + of_output, read.to(output.dtype.element_ty), mask=in_values)
+    place = output + of_head[:, None] * V + columns[None, :]
+    is_there = inside[:, None] & (columns < V)[None, :]
+    tl.store(place, read.to(output.dtype.element_ty), mask=is_there)

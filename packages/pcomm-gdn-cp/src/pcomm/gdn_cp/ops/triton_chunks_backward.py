@@ -29,8 +29,11 @@ from pcomm.gdn_cp.ops.triton_chunks import (
     Local,
     Recurrence,
     Scanned,
+    load_state,
+    of_tokens,
     padded,
     pairwise,
+    store_state,
     tokens_of,
 )
 
@@ -45,10 +48,9 @@ __all__ = [
     "finish_launch",
 ]
 
-# Columns of a state for a program of the transposed scan, and of each other program at a time.
-_SCAN_COLUMNS, _COLUMNS = 32, 64
-# Rows of a state for one program that collects.
-_ROWS = 64
+# Columns of a state for a program of the transposed scan, for one that goes back through reads, and
+# at a time for one that collects.
+_SCAN_COLUMNS, _READ_COLUMNS, _COLUMNS = 32, 64, 32
 
 
 def back_through_reads_launch(
@@ -57,13 +59,12 @@ def back_through_reads_launch(
     """`[T, H, V]`: what reads within its chunk bring to what each token wrote."""
     num_heads, value_dim = given.v_THV.shape[1:]
     grad_values = given.new(*given.v_THV.shape)
-    columns = padded(value_dim, _COLUMNS)
+    columns = padded(value_dim, _READ_COLUMNS)
     arguments = given.arguments | given.queries | {
         "decay": local.decay_TH,
         "grad": grad_THV,
         "grad_values": grad_values,
         **given.sizes,
-        "BK": padded(given.k_TGK.shape[2]),
         "BV": columns,
     }  # fmt: skip
     for name in ("v", "v_row", "beta", "CORRECTED"):
@@ -111,7 +112,7 @@ def back_through_scan_launch(
         "initial": initial,
         "sequences": given.tables.sequences_N4,
         **given.sizes,
-        "BK": padded(key_dim),
+        "BLOCKS": -(-key_dim // given.sizes["BK"]),
         "BV": columns,
         "READS": grad_THV is not None,
         "HAS_FINAL": grad_final_NHKV is not None,
@@ -150,8 +151,7 @@ def collect_launch(
     """All gradients that need not wait: chunks times key heads times blocks of rows."""
     num_tokens, num_groups, key_dim = given.k_TGK.shape
     num_heads, value_dim = given.v_THV.shape[1:]
-    rows = padded(key_dim, _ROWS)
-    num_blocks = -(-key_dim // rows)
+    num_blocks = -(-key_dim // given.sizes["BK"])
     reads = grad_THV is not None
     collected = Collected(
         given.new(*given.k_TGK.shape) if reads else None,
@@ -178,7 +178,6 @@ def collect_launch(
         "grad_skip": local.decay_TH if collected.skip_TH is None else collected.skip_TH,
         "num_tokens": num_tokens,
         **given.sizes,
-        "BK": rows,
         "BV": padded(value_dim, _COLUMNS),
         "READS": reads,
         "SKIPS": collected.skip_TH is not None,
@@ -237,21 +236,20 @@ def back_through_reads_kernel(
     """The transposed scores times the gradients of what was read."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, inside, _ = tokens_of(chunks, chunk, C)
-    of_head = tokens * H + head
-    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
-    in_keys = inside[:, None] & (rows < K)[None, :]
-    group = head // (H // G)
-    of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
-    keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
-    of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
-    queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
-    c = tl.load(decay + of_head, mask=inside, other=0.0)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * pairwise(c, C)
-    in_values = inside[:, None] & (columns < V)[None, :]
-    place = of_head[:, None] * V + columns[None, :]
-    arriving = tl.load(grad + place, mask=in_values, other=0.0).to(tl.float32)
-    found = tl.dot(tl.trans(scores), arriving, input_precision=PRECISION)
-    tl.store(grad_values + place, found, mask=in_values)
+    columns = tl.program_id(2) * BV + tl.arange(0, BV)
+    # Transposed: the rows are the tokens that wrote.
+    scores = tl.zeros([C, C], tl.float32)
+    for start in range(0, K, BK):
+        rows = start + tl.arange(0, BK)
+        queries = of_tokens(q, q_row, tokens, inside, head // (H // G), rows, K)
+        keys = of_tokens(k, k_row, tokens, inside, head // (H // G), rows, K)
+        scores += tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+    c = tl.load(decay + tokens * H + head, mask=inside, other=0.0)
+    arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+    scores *= tl.trans(pairwise(c, C))
+    found = tl.dot(scores, arriving, input_precision=PRECISION)
+    place = grad_values + (tokens * H + head)[:, None] * V + columns[None, :]
+    tl.store(place, found, mask=inside[:, None] & (columns < V)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -278,56 +276,57 @@ def back_through_scan_kernel(
     CORRECTED: tl.constexpr,
     PRECISION: tl.constexpr,
     BK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BV: tl.constexpr,
     READS: tl.constexpr,
     HAS_FINAL: tl.constexpr,
 ) -> None:
     """The gradient of the state that leaves each chunk, and of what its tokens write."""
     sequence, head = tl.program_id(0), tl.program_id(1)
+    group = head // (H // G)
     first_chunk = tl.load(sequences + 4 * sequence + 2)
     num_chunks = tl.load(sequences + 4 * sequence + 3)
-    rows, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
-    in_state = (rows < K)[:, None] & (columns < V)[None, :]
-    place = rows[:, None] * V + columns[None, :]
-    of_sequence = (sequence * H + head).to(tl.int64) * K * V
-    group = head // (H // G)
-    if HAS_FINAL:
-        state = tl.load(grad_final + of_sequence + place, mask=in_state, other=0.0)
-    else:
-        state = tl.zeros([BK, BV], tl.float32)
+    columns = tl.program_id(2) * BV + tl.arange(0, BV)
+    of_sequence = (sequence * H + head).to(tl.int64)
+    state = load_state(grad_final, of_sequence, columns, K, V, BK, BLOCKS, not HAS_FINAL)
     for number in range(num_chunks):
         chunk = first_chunk + num_chunks - 1 - number
         of_chunk = (chunk * H + head).to(tl.int64)
-        tl.store(left + of_chunk * K * V + place, state, mask=in_state)
+        store_state(left, of_chunk, state, columns, K, V, BK, BLOCKS)
         tokens, inside, last = tokens_of(chunks, chunk, C)
         of_head = tokens * H + head
         c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
-        in_keys = inside[:, None] & (rows < K)[None, :]
-        of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
-        keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
-        in_values = inside[:, None] & (columns < V)[None, :]
-        of_values = of_head[:, None] * V + columns[None, :]
-        to_end = tl.where(inside, tl.exp(end - c), 0.0)[:, None]
-        found = to_end * tl.dot(keys, state, input_precision=PRECISION)
+        found = tl.zeros([C, BV], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            rows = block * BK + tl.arange(0, BK)
+            keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+            found += tl.dot(keys, state[block], input_precision=PRECISION)
+        found *= tl.where(inside, tl.exp(end - c), 0.0)[:, None]
         if READS:
-            found += tl.load(right + of_values, mask=in_values, other=0.0)
+            found += of_tokens(right, H * V, tokens, inside, head, columns, V)
         if CORRECTED:
-            square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+            square = tl.arange(0, C)[None, :] * C + tl.arange(0, C)[:, None]
             solver = tl.load(inverse + of_chunk * C * C + square)
-            found = tl.dot(tl.trans(solver), found, input_precision=PRECISION)
-        tl.store(right + of_values, found, mask=in_values)
-        state = tl.exp(end) * state
-        if READS:
-            of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
-            queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
-            arriving = tl.load(grad + of_values, mask=in_values, other=0.0).to(tl.float32)
-            arriving = tl.exp(c)[:, None] * arriving
-            state += tl.dot(tl.trans(queries), arriving, input_precision=PRECISION)
-        if CORRECTED:
-            b = tl.load(beta + of_head, mask=inside, other=0.0)
-            known = (tl.exp(c) * b)[:, None] * found
-            state -= tl.dot(tl.trans(keys), known, input_precision=PRECISION)
-    tl.store(initial + of_sequence + place, state, mask=in_state)
+            found = tl.dot(solver, found, input_precision=PRECISION)
+        place = right + of_head[:, None] * V + columns[None, :]
+        tl.store(place, found, mask=inside[:, None] & (columns < V)[None, :])
+        later = ()
+        for block in tl.static_range(BLOCKS):
+            rows = block * BK + tl.arange(0, BK)
+            entering = tl.exp(end) * state[block]
+            if READS:
+                queries = of_tokens(q, q_row, tokens, inside, group, rows, K)
+                arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+                arriving *= tl.exp(c)[:, None]
+                entering += tl.dot(tl.trans(queries), arriving, input_precision=PRECISION)
+            if CORRECTED:
+                keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+                b = tl.load(beta + of_head, mask=inside, other=0.0)
+                known = (tl.exp(c) * b)[:, None] * found
+                entering -= tl.dot(tl.trans(keys), known, input_precision=PRECISION)
+            later = later + (entering,)
+        state = later
+    store_state(initial, of_sequence, state, columns, K, V, BK, BLOCKS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -370,68 +369,74 @@ def collect_kernel(
     chunk, group, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens, inside, last = tokens_of(chunks, chunk, C)
     rows = block * BK + tl.arange(0, BK)
-    in_keys = inside[:, None] & (rows < K)[None, :]
-    of_keys = tokens[:, None] * k_row + group * K + rows[None, :]
-    keys = tl.load(k + of_keys, mask=in_keys, other=0.0).to(tl.float32)
-    of_queries = tokens[:, None] * q_row + group * K + rows[None, :]
-    queries = tl.load(q + of_queries, mask=in_keys, other=0.0).to(tl.float32)
     total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     for head in range(group * (H // G), (group + 1) * (H // G)):
         of_head = tokens * H + head
+        of_state = (chunk * H + head).to(tl.int64) * K * V + rows[:, None] * V
         c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
-        of_state = (chunk * H + head).to(tl.int64) * K * V
-        read_by, in_system = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-        read_from, known_to = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-        leaving = tl.zeros([C, BK], tl.float32)
+        to_decay, to_beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+        # What queries get, and keys for it.
+        if READS:
+            read_by, read_from = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+            for start in range(0, V, BV):
+                columns = start + tl.arange(0, BV)
+                arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+                if CORRECTED:
+                    written = of_tokens(values, H * V, tokens, inside, head, columns, V)
+                else:
+                    written = b[:, None] * of_tokens(v, v_row, tokens, inside, head, columns, V)
+                in_state = (rows < K)[:, None] & (columns < V)[None, :]
+                state = tl.load(states + of_state + columns[None, :], mask=in_state, other=0.0)
+                read_by += tl.dot(arriving, tl.trans(written), input_precision=PRECISION)
+                read_from += tl.dot(arriving, tl.trans(state), input_precision=PRECISION)
+            read_by *= pairwise(c, C)
+            keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+            queries = of_tokens(q, q_row, tokens, inside, group, rows, K)
+            to_q = tl.exp(c)[:, None] * read_from
+            to_q += tl.dot(read_by, keys, input_precision=PRECISION)
+            to_decay += tl.sum(queries * to_q, 1)
+            total_q += to_q
+            total_k += tl.dot(tl.trans(read_by), queries, input_precision=PRECISION)
+        # What values and betas get, and keys by what was written and by what was known.
+        in_system, known_to = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+        leaving, kept = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
         own, solved = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-        skipped, kept = tl.zeros([C], tl.float32), tl.zeros([BK], tl.float32)
+        skipped = tl.zeros([C], tl.float32)
         for start in range(0, V, BV):
             columns = start + tl.arange(0, BV)
-            in_values = inside[:, None] & (columns < V)[None, :]
-            of_values = of_head[:, None] * V + columns[None, :]
-            in_state = (rows < K)[:, None] & (columns < V)[None, :]
-            place = of_state + rows[:, None] * V + columns[None, :]
-            of_new = tokens[:, None] * v_row + head * V + columns[None, :]
-            new = tl.load(v + of_new, mask=in_values, other=0.0).to(tl.float32)
-            back = tl.load(right + of_values, mask=in_values, other=0.0)
+            new = of_tokens(v, v_row, tokens, inside, head, columns, V)
+            back = of_tokens(right, H * V, tokens, inside, head, columns, V)
             if CORRECTED:
-                written = tl.load(values + of_values, mask=in_values, other=0.0)
+                written = of_tokens(values, H * V, tokens, inside, head, columns, V)
             else:
                 written = b[:, None] * new
-            entering = tl.load(states + place, mask=in_state, other=0.0)
-            left_over = tl.load(left + place, mask=in_state, other=0.0)
-            to_new = b[:, None] * back
-            if READS:
-                arriving = tl.load(grad + of_values, mask=in_values, other=0.0).to(tl.float32)
-                read_by += tl.dot(arriving, tl.trans(written), input_precision=PRECISION)
-                read_from += tl.dot(arriving, tl.trans(entering), input_precision=PRECISION)
-                if SKIPS:
-                    to_new += tl.load(skip + head) * arriving
-                    skipped += tl.sum(arriving * new, 1)
+            in_state = (rows < K)[:, None] & (columns < V)[None, :]
+            state = tl.load(states + of_state + columns[None, :], mask=in_state, other=0.0)
+            after = tl.load(left + of_state + columns[None, :], mask=in_state, other=0.0)
+            leaving += tl.dot(written, tl.trans(after), input_precision=PRECISION)
             if CORRECTED:
                 in_system += tl.dot(back, tl.trans(written), input_precision=PRECISION)
-                known_to += tl.dot(back, tl.trans(entering), input_precision=PRECISION)
-            leaving += tl.dot(written, tl.trans(left_over), input_precision=PRECISION)
-            own += tl.sum(back * written, 1)
-            solved += tl.sum(back * new, 1)
-            kept += tl.sum(entering * left_over, 1)
+                known_to += tl.dot(back, tl.trans(state), input_precision=PRECISION)
+            kept += tl.sum(state * after, 1)
             if block == 0:
-                tl.store(grad_v + of_values, to_new.to(grad_v.dtype.element_ty), mask=in_values)
-        pairs = pairwise(c, C)
+                own += tl.sum(back * written, 1)
+                solved += tl.sum(back * new, 1)
+                to_new = b[:, None] * back
+                if SKIPS:
+                    arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+                    to_new += tl.load(skip + head) * arriving
+                    skipped += tl.sum(arriving * new, 1)
+                place = grad_v + of_head[:, None] * V + columns[None, :]
+                is_there = inside[:, None] & (columns < V)[None, :]
+                tl.store(place, to_new.to(grad_v.dtype.element_ty), mask=is_there)
+        keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
         to_k = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * leaving
         through = tl.sum(tl.sum(keys * to_k, 1), 0) + tl.exp(end) * tl.sum(kept, 0)
-        to_decay = tl.where(tokens == last, through, 0.0)
-        to_beta = tl.zeros([C], tl.float32)
-        if READS:
-            read_by *= pairs
-            to_q = tl.dot(read_by, keys, input_precision=PRECISION) + tl.exp(c)[:, None] * read_from
-            to_decay += tl.sum(queries * to_q, 1)
-            to_k += tl.dot(tl.trans(read_by), queries, input_precision=PRECISION)
-            total_q += to_q
+        to_decay += tl.where(tokens == last, through, 0.0)
         if CORRECTED:
             below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
-            in_system = tl.where(below, -in_system * pairs, 0.0)
+            in_system = tl.where(below, -in_system * pairwise(c, C), 0.0)
             later = tl.dot(in_system, keys, input_precision=PRECISION)
             later -= tl.exp(c)[:, None] * known_to
             to_beta += tl.sum(keys * later, 1)
@@ -440,15 +445,16 @@ def collect_kernel(
             in_system *= b[:, None]
             to_k += tl.dot(tl.trans(in_system), keys, input_precision=PRECISION)
         total_k += to_k
-        if block == 0:
-            to_decay -= own
-            to_beta += solved
-            if SKIPS:
+        to_decay -= own
+        to_beta += solved
+        if SKIPS:
+            if block == 0:
                 tl.store(grad_skip + of_head, skipped, mask=inside)
         of_block = block.to(tl.int64) * num_tokens * H
         tl.store(grad_decay + of_block + of_head, to_decay, mask=inside)
         tl.store(grad_beta + of_block + of_head, to_beta, mask=inside)
     made = tokens[:, None] * (G * K) + group * K + rows[None, :]
+    in_keys = inside[:, None] & (rows < K)[None, :]
     if READS:
         tl.store(grad_q + made, total_q, mask=in_keys)
     tl.store(grad_k + made, total_k, mask=in_keys)

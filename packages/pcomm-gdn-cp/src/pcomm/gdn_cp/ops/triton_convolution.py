@@ -403,43 +403,38 @@ def _section_back(
         first, stop = tl.load(chunks + 4 * chunk), tl.load(chunks + 4 * chunk + 1)
         end, sequence = tl.load(chunks + 4 * chunk + 2), tl.load(chunks + 4 * chunk + 3)
         start = tl.load(sequences + 4 * sequence)
-        for tile in range(first, stop, ROWS):
+        begin = first
+        if HAS_HALO:
+            # The halo lies in front of the tokens of the first chunk.
+            begin -= tl.where(first == start, W - 1, 0)
+        for tile in range(begin, stop, ROWS):
             tokens = tile + tl.arange(0, ROWS)
+            own = _inputs(
+                x, x_row, halo, tokens, start, stop, sequence, channels, is_own, D, W, HAS_HALO
+            )
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for shift in tl.static_range(W):
+            # An input meets the tokens behind it, each with another tap of its filter.
+            for shift in range(W):
                 of_before = _gradient_before(
                     x, x_row, weight, bias, halo, grad, tokens + shift, start, end, sequence,
                     channels, columns, is_own, WIDTH, LENGTH, D, W, HAS_BIAS, HAS_HALO, EPS,
                 )  # fmt: skip
-                tap = tl.load(weight + channels * W + (W - 1 - shift), mask=is_own, other=0.0)
-                total += of_before * tap.to(tl.float32)[None, :]
-                if shift == 0:
-                    of_before = tl.where((tokens < stop)[:, None], of_before, 0.0)
-                    of_bias += tl.sum(of_before, 0)
-                    for w in tl.static_range(W):
-                        taken = _inputs(
-                            x, x_row, halo, tokens - (W - 1 - w), start, stop, sequence, channels,
-                            is_own, D, W, HAS_HALO,
-                        )  # fmt: skip
-                        found = tl.sum(of_before * taken, 0)
-                        of_taps += tl.where((taps == w)[None, :], found[:, None], 0.0)
+                of_before = tl.where((tokens < stop)[:, None], of_before, 0.0)
+                w = W - 1 - shift
+                tap = tl.load(weight + channels * W + w, mask=is_own, other=0.0).to(tl.float32)
+                total += of_before * tap[None, :]
+                found = tl.sum(of_before * own, 0)
+                of_taps += tl.where((taps == w)[None, :], found[:, None], 0.0)
+                if HAS_BIAS:
+                    is_real = ((tokens >= start) & (shift == 0))[:, None]
+                    of_bias += tl.sum(tl.where(is_real, of_before, 0.0), 0)
             made = tokens.to(tl.int64)[:, None] * D + channels[None, :]
-            inside = (tokens < stop)[:, None] & is_own[None, :]
+            inside = ((tokens >= first) & (tokens < stop))[:, None] & is_own[None, :]
             tl.store(grad_x + made, total.to(grad_x.dtype.element_ty), mask=inside)
-        if HAS_HALO:
-            if first == start:
-                rows = tl.arange(0, ROWS)
-                tokens = start - (W - 1) + rows
-                total = tl.zeros([ROWS, COLUMNS], tl.float32)
-                for shift in tl.static_range(1, W):
-                    of_before = _gradient_before(
-                        x, x_row, weight, bias, halo, grad, tokens + shift, start, end, sequence,
-                        channels, columns, is_own, WIDTH, LENGTH, D, W, HAS_BIAS, HAS_HALO, EPS,
-                    )  # fmt: skip
-                    tap = tl.load(weight + channels * W + (W - 1 - shift), mask=is_own, other=0.0)
-                    total += of_before * tap.to(tl.float32)[None, :]
+            if HAS_HALO:
+                rows = tokens - start + (W - 1)
                 made = (sequence.to(tl.int64) * (W - 1) + rows)[:, None] * D + channels[None, :]
-                inside = (rows < W - 1)[:, None] & is_own[None, :]
+                inside = ((tokens < start) & (rows >= 0))[:, None] & is_own[None, :]
                 tl.store(grad_halo + made, total.to(grad_halo.dtype.element_ty), mask=inside)
     OF_CHANNEL: tl.constexpr = W + 1 if HAS_BIAS else W
     mine = parts + part.to(tl.int64) * D * OF_CHANNEL
