@@ -36,6 +36,7 @@ __all__ = [
     "of_tokens",
     "padded",
     "pairwise",
+    "put",
     "read_kernel",
     "read_launch",
     "scan_kernel",
@@ -233,26 +234,45 @@ def read_launch(given: Recurrence, local: Local, scanned: Scanned) -> tuple[Kern
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tokens_of(chunks: tl.tensor, chunk: tl.tensor, C: tl.constexpr) -> tl.tuple:
-    """Tokens of a chunk, which of them there are, and the last one."""
+    """The first token of a chunk, which places have a token, and the place of the last one."""
     first, stop = tl.load(chunks + 4 * chunk), tl.load(chunks + 4 * chunk + 1)
-    tokens = (first + tl.arange(0, C)).to(tl.int64)
-    return tokens, tokens < stop, (stop - 1).to(tl.int64)
+    return first.to(tl.int64), tl.arange(0, C) < stop - first, stop - first - 1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def of_tokens(
     x: tl.tensor,
     row: tl.tensor,
-    tokens: tl.tensor,
+    first: tl.tensor,
     inside: tl.tensor,
     head: tl.tensor,
     columns: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """These columns of a head of the tokens, in fp32; zeros where there are none."""
-    place = tokens[:, None] * row + head * WIDTH + columns[None, :]
+    """These columns of a head of a chunk, in fp32; zeros where there are none."""
+    # Only the start has 64 bits: places are numbers of each thread, of which there are few.
+    start = x + first * row + head * WIDTH
+    place = tl.arange(0, inside.shape[0])[:, None] * row + columns[None, :]
     is_there = inside[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(x + place, mask=is_there, other=0.0).to(tl.float32)
+    return tl.load(start + place, mask=is_there, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put(
+    x: tl.tensor,
+    first: tl.tensor,
+    inside: tl.tensor,
+    head: tl.tensor,
+    columns: tl.tensor,
+    values: tl.tensor,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Write these columns of a head of a chunk; `x` is contiguous."""
+    start = x + (first * HEADS + head) * WIDTH
+    place = tl.arange(0, inside.shape[0])[:, None] * (HEADS * WIDTH) + columns[None, :]
+    is_there = inside[:, None] & (columns < WIDTH)[None, :]
+    tl.store(start + place, values.to(x.dtype.element_ty), mask=is_there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -282,8 +302,9 @@ def load_state(
         else:
             rows = block * BK + tl.arange(0, BK)
             in_state = (rows < K)[:, None] & (columns < V)[None, :]
-            place = states + start * K * V + rows[:, None] * V + columns[None, :]
-            state = state + (tl.load(place, mask=in_state, other=0.0),)
+            place = rows[:, None] * V + columns[None, :]
+            found = tl.load(states + start * K * V + place, mask=in_state, other=0.0)
+            state = state + (found,)
     return state
 
 
@@ -302,8 +323,8 @@ def store_state(
     for block in tl.static_range(BLOCKS):
         rows = block * BK + tl.arange(0, BK)
         in_state = (rows < K)[:, None] & (columns < V)[None, :]
-        place = states + start * K * V + rows[:, None] * V + columns[None, :]
-        tl.store(place, state[block], mask=in_state)
+        place = rows[:, None] * V + columns[None, :]
+        tl.store(states + start * K * V + place, state[block], mask=in_state)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -327,8 +348,8 @@ def chunk_kernel(
     # The logarithm of the smallest number of fp32: minus infinity counts as that.
     LEAST: tl.constexpr = -103.27892990343184
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, inside, _ = tokens_of(chunks, chunk, C)
-    of_head = tokens * H + head
+    first, inside, _ = tokens_of(chunks, chunk, C)
+    of_head = first * H + head + tl.arange(0, C) * H
     logs = tl.load(g + of_head, mask=inside, other=0.0)
     c = tl.cumsum(tl.where(logs < LEAST, LEAST, logs), 0)
     tl.store(decay + of_head, c, mask=inside)
@@ -336,7 +357,7 @@ def chunk_kernel(
         products = tl.zeros([C, C], tl.float32)
         for start in range(0, K, BK):
             rows = start + tl.arange(0, BK)
-            keys = of_tokens(k, k_row, tokens, inside, head // (H // G), rows, K)
+            keys = of_tokens(k, k_row, first, inside, head // (H // G), rows, K)
             products += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
         i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -390,30 +411,29 @@ def scan_kernel(
         chunk = first_chunk + number
         of_chunk = (chunk * H + head).to(tl.int64)
         store_state(states, of_chunk, state, columns, K, V, BK, BLOCKS)
-        tokens, inside, last = tokens_of(chunks, chunk, C)
-        of_head = tokens * H + head
-        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
+        first, inside, last = tokens_of(chunks, chunk, C)
+        of_head = first * H + head + tl.arange(0, C) * H
+        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + (first + last) * H + head)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
-        new = of_tokens(v, v_row, tokens, inside, head, columns, V)
+        new = of_tokens(v, v_row, first, inside, head, columns, V)
         if CORRECTED:
             known = tl.zeros([C, BV], tl.float32)
             for block in tl.static_range(BLOCKS):
                 rows = block * BK + tl.arange(0, BK)
-                keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+                keys = of_tokens(k, k_row, first, inside, group, rows, K)
                 known += tl.dot(keys, state[block], input_precision=PRECISION)
             error = new - tl.exp(c)[:, None] * known
             square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
             solver = tl.load(inverse + of_chunk * C * C + square)
             written = tl.dot(solver, b[:, None] * error, input_precision=PRECISION)
-            made = of_head[:, None] * V + columns[None, :]
-            tl.store(values + made, written, mask=inside[:, None] & (columns < V)[None, :])
+            put(values, first, inside, head, columns, written, H, V)
         else:
             written = b[:, None] * new
         kept = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * written
         later = ()
         for block in tl.static_range(BLOCKS):
             rows = block * BK + tl.arange(0, BK)
-            keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+            keys = of_tokens(k, k_row, first, inside, group, rows, K)
             added = tl.dot(tl.trans(keys), kept, input_precision=PRECISION)
             later = later + (tl.exp(end) * state[block] + added,)
         state = later
@@ -449,31 +469,29 @@ def read_kernel(
     """What the tokens of a chunk read from the state after their own write."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     group = head // (H // G)
-    tokens, inside, _ = tokens_of(chunks, chunk, C)
-    of_head = tokens * H + head
+    first, inside, _ = tokens_of(chunks, chunk, C)
+    of_head = first * H + head + tl.arange(0, C) * H
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     of_chunk = (chunk * H + head).to(tl.int64) * K * V
     scores, read = tl.zeros([C, C], tl.float32), tl.zeros([C, BV], tl.float32)
     for start in range(0, K, BK):
         rows = start + tl.arange(0, BK)
-        queries = of_tokens(q, q_row, tokens, inside, group, rows, K)
-        keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+        queries = of_tokens(q, q_row, first, inside, group, rows, K)
+        keys = of_tokens(k, k_row, first, inside, group, rows, K)
         scores += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        place = of_chunk + rows[:, None] * V + columns[None, :]
+        place = rows[:, None] * V + columns[None, :]
         in_state = (rows < K)[:, None] & (columns < V)[None, :]
-        state = tl.load(states + place, mask=in_state, other=0.0)
+        state = tl.load(states + of_chunk + place, mask=in_state, other=0.0)
         read += tl.dot(queries, state, input_precision=PRECISION)
     c = tl.load(decay + of_head, mask=inside, other=0.0)
     if CORRECTED:
-        written = of_tokens(values, H * V, tokens, inside, head, columns, V)
+        written = of_tokens(values, H * V, first, inside, head, columns, V)
     else:
-        written = of_tokens(v, v_row, tokens, inside, head, columns, V)
+        written = of_tokens(v, v_row, first, inside, head, columns, V)
         written *= tl.load(beta + of_head, mask=inside, other=0.0)[:, None]
     read *= tl.exp(c)[:, None]
     read += tl.dot(scores * pairwise(c, C), written, input_precision=PRECISION)
     if SKIPS:
-        more = of_tokens(v, v_row, tokens, inside, head, columns, V)
+        more = of_tokens(v, v_row, first, inside, head, columns, V)
         read += tl.load(skip + head) * more
-    place = output + of_head[:, None] * V + columns[None, :]
-    is_there = inside[:, None] & (columns < V)[None, :]
-    tl.store(place, read.to(output.dtype.element_ty), mask=is_there)
+    put(output, first, inside, head, columns, read, H, V)

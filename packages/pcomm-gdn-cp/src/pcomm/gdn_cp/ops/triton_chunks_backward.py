@@ -33,6 +33,7 @@ from pcomm.gdn_cp.ops.triton_chunks import (
     of_tokens,
     padded,
     pairwise,
+    put,
     store_state,
     tokens_of,
 )
@@ -235,21 +236,20 @@ def back_through_reads_kernel(
 ) -> None:
     """The transposed scores times the gradients of what was read."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, inside, _ = tokens_of(chunks, chunk, C)
+    first, inside, _ = tokens_of(chunks, chunk, C)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     # Transposed: the rows are the tokens that wrote.
     scores = tl.zeros([C, C], tl.float32)
     for start in range(0, K, BK):
         rows = start + tl.arange(0, BK)
-        queries = of_tokens(q, q_row, tokens, inside, head // (H // G), rows, K)
-        keys = of_tokens(k, k_row, tokens, inside, head // (H // G), rows, K)
+        queries = of_tokens(q, q_row, first, inside, head // (H // G), rows, K)
+        keys = of_tokens(k, k_row, first, inside, head // (H // G), rows, K)
         scores += tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-    c = tl.load(decay + tokens * H + head, mask=inside, other=0.0)
-    arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+    c = tl.load(decay + first * H + head + tl.arange(0, C) * H, mask=inside, other=0.0)
+    arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
     scores *= tl.trans(pairwise(c, C))
     found = tl.dot(scores, arriving, input_precision=PRECISION)
-    place = grad_values + (tokens * H + head)[:, None] * V + columns[None, :]
-    tl.store(place, found, mask=inside[:, None] & (columns < V)[None, :])
+    put(grad_values, first, inside, head, columns, found, H, V)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -293,34 +293,33 @@ def back_through_scan_kernel(
         chunk = first_chunk + num_chunks - 1 - number
         of_chunk = (chunk * H + head).to(tl.int64)
         store_state(left, of_chunk, state, columns, K, V, BK, BLOCKS)
-        tokens, inside, last = tokens_of(chunks, chunk, C)
-        of_head = tokens * H + head
-        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
+        first, inside, last = tokens_of(chunks, chunk, C)
+        of_head = first * H + head + tl.arange(0, C) * H
+        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + (first + last) * H + head)
         found = tl.zeros([C, BV], tl.float32)
         for block in tl.static_range(BLOCKS):
             rows = block * BK + tl.arange(0, BK)
-            keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+            keys = of_tokens(k, k_row, first, inside, group, rows, K)
             found += tl.dot(keys, state[block], input_precision=PRECISION)
         found *= tl.where(inside, tl.exp(end - c), 0.0)[:, None]
         if READS:
-            found += of_tokens(right, H * V, tokens, inside, head, columns, V)
+            found += of_tokens(right, H * V, first, inside, head, columns, V)
         if CORRECTED:
             square = tl.arange(0, C)[None, :] * C + tl.arange(0, C)[:, None]
             solver = tl.load(inverse + of_chunk * C * C + square)
             found = tl.dot(solver, found, input_precision=PRECISION)
-        place = right + of_head[:, None] * V + columns[None, :]
-        tl.store(place, found, mask=inside[:, None] & (columns < V)[None, :])
+        put(right, first, inside, head, columns, found, H, V)
         later = ()
         for block in tl.static_range(BLOCKS):
             rows = block * BK + tl.arange(0, BK)
             entering = tl.exp(end) * state[block]
             if READS:
-                queries = of_tokens(q, q_row, tokens, inside, group, rows, K)
-                arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+                queries = of_tokens(q, q_row, first, inside, group, rows, K)
+                arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
                 arriving *= tl.exp(c)[:, None]
                 entering += tl.dot(tl.trans(queries), arriving, input_precision=PRECISION)
             if CORRECTED:
-                keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+                keys = of_tokens(k, k_row, first, inside, group, rows, K)
                 b = tl.load(beta + of_head, mask=inside, other=0.0)
                 known = (tl.exp(c) * b)[:, None] * found
                 entering -= tl.dot(tl.trans(keys), known, input_precision=PRECISION)
@@ -367,13 +366,13 @@ def collect_kernel(
 ) -> None:
     """The gradients of a chunk, for a block of rows of the states of one key head."""
     chunk, group, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tokens, inside, last = tokens_of(chunks, chunk, C)
+    first, inside, last = tokens_of(chunks, chunk, C)
     rows = block * BK + tl.arange(0, BK)
     total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     for head in range(group * (H // G), (group + 1) * (H // G)):
-        of_head = tokens * H + head
-        of_state = (chunk * H + head).to(tl.int64) * K * V + rows[:, None] * V
-        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + last * H + head)
+        of_head = first * H + head + tl.arange(0, C) * H
+        of_state = (chunk * H + head).to(tl.int64) * K * V
+        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + (first + last) * H + head)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
         to_decay, to_beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         # What queries get, and keys for it.
@@ -381,18 +380,19 @@ def collect_kernel(
             read_by, read_from = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
             for start in range(0, V, BV):
                 columns = start + tl.arange(0, BV)
-                arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+                arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
                 if CORRECTED:
-                    written = of_tokens(values, H * V, tokens, inside, head, columns, V)
+                    written = of_tokens(values, H * V, first, inside, head, columns, V)
                 else:
-                    written = b[:, None] * of_tokens(v, v_row, tokens, inside, head, columns, V)
+                    written = b[:, None] * of_tokens(v, v_row, first, inside, head, columns, V)
+                place = rows[:, None] * V + columns[None, :]
                 in_state = (rows < K)[:, None] & (columns < V)[None, :]
-                state = tl.load(states + of_state + columns[None, :], mask=in_state, other=0.0)
+                state = tl.load(states + of_state + place, mask=in_state, other=0.0)
                 read_by += tl.dot(arriving, tl.trans(written), input_precision=PRECISION)
                 read_from += tl.dot(arriving, tl.trans(state), input_precision=PRECISION)
             read_by *= pairwise(c, C)
-            keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
-            queries = of_tokens(q, q_row, tokens, inside, group, rows, K)
+            keys = of_tokens(k, k_row, first, inside, group, rows, K)
+            queries = of_tokens(q, q_row, first, inside, group, rows, K)
             to_q = tl.exp(c)[:, None] * read_from
             to_q += tl.dot(read_by, keys, input_precision=PRECISION)
             to_decay += tl.sum(queries * to_q, 1)
@@ -405,15 +405,16 @@ def collect_kernel(
         skipped = tl.zeros([C], tl.float32)
         for start in range(0, V, BV):
             columns = start + tl.arange(0, BV)
-            new = of_tokens(v, v_row, tokens, inside, head, columns, V)
-            back = of_tokens(right, H * V, tokens, inside, head, columns, V)
+            new = of_tokens(v, v_row, first, inside, head, columns, V)
+            back = of_tokens(right, H * V, first, inside, head, columns, V)
             if CORRECTED:
-                written = of_tokens(values, H * V, tokens, inside, head, columns, V)
+                written = of_tokens(values, H * V, first, inside, head, columns, V)
             else:
                 written = b[:, None] * new
+            place = rows[:, None] * V + columns[None, :]
             in_state = (rows < K)[:, None] & (columns < V)[None, :]
-            state = tl.load(states + of_state + columns[None, :], mask=in_state, other=0.0)
-            after = tl.load(left + of_state + columns[None, :], mask=in_state, other=0.0)
+            state = tl.load(states + of_state + place, mask=in_state, other=0.0)
+            after = tl.load(left + of_state + place, mask=in_state, other=0.0)
             leaving += tl.dot(written, tl.trans(after), input_precision=PRECISION)
             if CORRECTED:
                 in_system += tl.dot(back, tl.trans(written), input_precision=PRECISION)
@@ -424,16 +425,14 @@ def collect_kernel(
                 solved += tl.sum(back * new, 1)
                 to_new = b[:, None] * back
                 if SKIPS:
-                    arriving = of_tokens(grad, H * V, tokens, inside, head, columns, V)
+                    arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
                     to_new += tl.load(skip + head) * arriving
                     skipped += tl.sum(arriving * new, 1)
-                place = grad_v + of_head[:, None] * V + columns[None, :]
-                is_there = inside[:, None] & (columns < V)[None, :]
-                tl.store(place, to_new.to(grad_v.dtype.element_ty), mask=is_there)
-        keys = of_tokens(k, k_row, tokens, inside, group, rows, K)
+                put(grad_v, first, inside, head, columns, to_new, H, V)
+        keys = of_tokens(k, k_row, first, inside, group, rows, K)
         to_k = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * leaving
         through = tl.sum(tl.sum(keys * to_k, 1), 0) + tl.exp(end) * tl.sum(kept, 0)
-        to_decay += tl.where(tokens == last, through, 0.0)
+        to_decay += tl.where(tl.arange(0, C) == last, through, 0.0)
         if CORRECTED:
             below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
             in_system = tl.where(below, -in_system * pairwise(c, C), 0.0)
@@ -453,11 +452,9 @@ def collect_kernel(
         of_block = block.to(tl.int64) * num_tokens * H
         tl.store(grad_decay + of_block + of_head, to_decay, mask=inside)
         tl.store(grad_beta + of_block + of_head, to_beta, mask=inside)
-    made = tokens[:, None] * (G * K) + group * K + rows[None, :]
-    in_keys = inside[:, None] & (rows < K)[None, :]
     if READS:
-        tl.store(grad_q + made, total_q, mask=in_keys)
-    tl.store(grad_k + made, total_k, mask=in_keys)
+        put(grad_q, first, inside, group, rows, total_q, G, K)
+    put(grad_k, first, inside, group, rows, total_k, G, K)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -477,11 +474,11 @@ def finish_kernel(
     # See `chunk_kernel`: below it a decay gets nothing.
     LEAST: tl.constexpr = -103.27892990343184
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, inside, _ = tokens_of(chunks, chunk, C)
-    of_head = tokens * H + head
+    first, inside, _ = tokens_of(chunks, chunk, C)
+    of_head = first * H + head + tl.arange(0, C) * H
     decay, beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for block in tl.static_range(BLOCKS):
-        place = (block * num_tokens + tokens) * H + head
+        place = (block * num_tokens + first) * H + head + tl.arange(0, C) * H
         decay += tl.load(decays + place, mask=inside, other=0.0)
         beta += tl.load(betas + place, mask=inside, other=0.0)
     later = tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]
