@@ -200,7 +200,8 @@ def scan_launch(
         "HAS_INITIAL": initial_NHKV is not None,
     }
     grid = (num_sequences, num_heads, -(-value_dim // columns))
-    options = {"num_warps": 4, "num_stages": 2}
+    # Loads ahead of their turn would take registers that the products need.
+    options = {"num_warps": 4, "num_stages": 1}
     launch = KernelLaunch(scan_kernel, grid, arguments, states.device, options)
     return launch, Scanned(values, states, final)
 

@@ -1,9 +1,9 @@
 """Kernels of both chunked recurrences, backward. Importing this file imports Triton.
 
 Decays, inverses, states and what tokens wrote are computed again by the kernels of the forward.
-Then four launches: what gradients of the output mean for what was written, within each chunk; the
+Then five launches: what gradients of the output mean for what was written, within each chunk; the
 transposed scan, from the last chunk of a sequence to the first; everything that need not wait for
-it, by chunk; and sums over blocks of rows and over later tokens, which the decays get.
+it, by chunk, in two; and sums over blocks of rows and over later tokens, which the decays get.
 
 With right = (1 + A)^-T du, the gradient of what is written solved backwards (without correction
 right = du), the gradient of a decay needs no product of its own:
@@ -44,7 +44,7 @@ __all__ = [
     "back_through_scan_kernel",
     "back_through_scan_launch",
     "collect_kernel",
-    "collect_launch",
+    "collect_launches",
     "finish_kernel",
     "finish_launch",
 ]
@@ -121,7 +121,7 @@ def back_through_scan_launch(
     for name in ("v", "v_row"):
         del arguments[name]
     grid = (num_sequences, num_heads, -(-value_dim // columns))
-    options = {"num_warps": 4, "num_stages": 2}
+    options = {"num_warps": 4, "num_stages": 1}
     launch = KernelLaunch(back_through_scan_kernel, grid, arguments, left.device, options)
     return launch, Back(right, left, initial)
 
@@ -146,10 +146,14 @@ class Collected(NamedTuple):
     skip_TH: Tensor | None
 
 
-def collect_launch(
+def collect_launches(
     given: Recurrence, local: Local, scanned: Scanned, back: Back, grad_THV: Tensor | None
-) -> tuple[KernelLaunch, Collected]:
-    """All gradients that need not wait: chunks times key heads times blocks of rows."""
+) -> tuple[list[KernelLaunch], Collected]:
+    """All gradients that need not wait: chunks times key heads times blocks of rows.
+
+    First those by reads, if there are any; the second launch adds the others. One launch for all
+    would have more in its registers than there are.
+    """
     num_tokens, num_groups, key_dim = given.k_TGK.shape
     num_heads, value_dim = given.v_THV.shape[1:]
     num_blocks = -(-key_dim // given.sizes["BK"])
@@ -180,13 +184,16 @@ def collect_launch(
         "num_tokens": num_tokens,
         **given.sizes,
         "BV": padded(value_dim, _COLUMNS),
-        "READS": reads,
-        "SKIPS": collected.skip_TH is not None,
     }  # fmt: skip
+    by_reads = {"READS": True, "WRITES": False, "ADDS": False, "SKIPS": False}
+    others = {"READS": False, "WRITES": True, "ADDS": reads, "SKIPS": collected.skip_TH is not None}
     grid = (len(given.tables.chunks_M4), num_groups, num_blocks)
-    options = {"num_warps": 8, "num_stages": 1}
-    launch = KernelLaunch(collect_kernel, grid, arguments, back.left_MHKV.device, options)
-    return launch, collected
+    options, device = {"num_warps": 8, "num_stages": 1}, back.left_MHKV.device
+    launches = [
+        KernelLaunch(collect_kernel, grid, arguments | parts, device, options)
+        for parts in ([by_reads, others] if reads else [others])
+    ]
+    return launches, collected
 
 
 def finish_launch(
@@ -362,6 +369,8 @@ def collect_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    ADDS: tl.constexpr,
     SKIPS: tl.constexpr,
 ) -> None:
     """The gradients of a chunk, for a block of rows of the states of one key head."""
@@ -369,6 +378,8 @@ def collect_kernel(
     first, inside, last = tokens_of(chunks, chunk, C)
     rows = block * BK + tl.arange(0, BK)
     total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    if ADDS:
+        total_k = of_tokens(grad_k, G * K, first, inside, group, rows, K)
     for head in range(group * (H // G), (group + 1) * (H // G)):
         of_head = first * H + head + tl.arange(0, C) * H
         of_state = (chunk * H + head).to(tl.int64) * K * V
@@ -398,60 +409,63 @@ def collect_kernel(
             to_decay += tl.sum(queries * to_q, 1)
             total_q += to_q
             total_k += tl.dot(tl.trans(read_by), queries, input_precision=PRECISION)
-        # What values and betas get, and keys by what was written and by what was known.
-        in_system, known_to = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-        leaving, kept = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
-        own, solved = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-        skipped = tl.zeros([C], tl.float32)
-        for start in range(0, V, BV):
-            columns = start + tl.arange(0, BV)
-            new = of_tokens(v, v_row, first, inside, head, columns, V)
-            back = of_tokens(right, H * V, first, inside, head, columns, V)
-            if CORRECTED:
-                written = of_tokens(values, H * V, first, inside, head, columns, V)
-            else:
-                written = b[:, None] * new
-            place = rows[:, None] * V + columns[None, :]
-            in_state = (rows < K)[:, None] & (columns < V)[None, :]
-            state = tl.load(states + of_state + place, mask=in_state, other=0.0)
-            after = tl.load(left + of_state + place, mask=in_state, other=0.0)
-            leaving += tl.dot(written, tl.trans(after), input_precision=PRECISION)
-            if CORRECTED:
-                in_system += tl.dot(back, tl.trans(written), input_precision=PRECISION)
-                known_to += tl.dot(back, tl.trans(state), input_precision=PRECISION)
-            kept += tl.sum(state * after, 1)
-            if block == 0:
-                own += tl.sum(back * written, 1)
-                solved += tl.sum(back * new, 1)
-                to_new = b[:, None] * back
-                if SKIPS:
-                    arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
-                    to_new += tl.load(skip + head) * arriving
-                    skipped += tl.sum(arriving * new, 1)
-                put(grad_v, first, inside, head, columns, to_new, H, V)
-        keys = of_tokens(k, k_row, first, inside, group, rows, K)
-        to_k = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * leaving
-        through = tl.sum(tl.sum(keys * to_k, 1), 0) + tl.exp(end) * tl.sum(kept, 0)
-        to_decay += tl.where(tl.arange(0, C) == last, through, 0.0)
-        if CORRECTED:
-            below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
-            in_system = tl.where(below, -in_system * pairwise(c, C), 0.0)
-            later = tl.dot(in_system, keys, input_precision=PRECISION)
-            later -= tl.exp(c)[:, None] * known_to
-            to_beta += tl.sum(keys * later, 1)
-            to_decay += b * to_beta
-            to_k += b[:, None] * later
-            in_system *= b[:, None]
-            to_k += tl.dot(tl.trans(in_system), keys, input_precision=PRECISION)
-        total_k += to_k
-        to_decay -= own
-        to_beta += solved
-        if SKIPS:
-            if block == 0:
-                tl.store(grad_skip + of_head, skipped, mask=inside)
         of_block = block.to(tl.int64) * num_tokens * H
+        if WRITES:
+            # What values and betas get, and keys by what was written and by what was known.
+            if ADDS:
+                to_decay = tl.load(grad_decay + of_block + of_head, mask=inside, other=0.0)
+            in_system, known_to = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+            leaving, kept = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
+            own, solved = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            skipped = tl.zeros([C], tl.float32)
+            for start in range(0, V, BV):
+                columns = start + tl.arange(0, BV)
+                new = of_tokens(v, v_row, first, inside, head, columns, V)
+                back = of_tokens(right, H * V, first, inside, head, columns, V)
+                if CORRECTED:
+                    written = of_tokens(values, H * V, first, inside, head, columns, V)
+                else:
+                    written = b[:, None] * new
+                place = rows[:, None] * V + columns[None, :]
+                in_state = (rows < K)[:, None] & (columns < V)[None, :]
+                state = tl.load(states + of_state + place, mask=in_state, other=0.0)
+                after = tl.load(left + of_state + place, mask=in_state, other=0.0)
+                leaving += tl.dot(written, tl.trans(after), input_precision=PRECISION)
+                if CORRECTED:
+                    in_system += tl.dot(back, tl.trans(written), input_precision=PRECISION)
+                    known_to += tl.dot(back, tl.trans(state), input_precision=PRECISION)
+                kept += tl.sum(state * after, 1)
+                if block == 0:
+                    own += tl.sum(back * written, 1)
+                    solved += tl.sum(back * new, 1)
+                    to_new = b[:, None] * back
+                    if SKIPS:
+                        arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
+                        to_new += tl.load(skip + head) * arriving
+                        skipped += tl.sum(arriving * new, 1)
+                    put(grad_v, first, inside, head, columns, to_new, H, V)
+            keys = of_tokens(k, k_row, first, inside, group, rows, K)
+            to_k = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * leaving
+            through = tl.sum(tl.sum(keys * to_k, 1), 0) + tl.exp(end) * tl.sum(kept, 0)
+            to_decay += tl.where(tl.arange(0, C) == last, through, 0.0)
+            if CORRECTED:
+                below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
+                in_system = tl.where(below, -in_system * pairwise(c, C), 0.0)
+                later = tl.dot(in_system, keys, input_precision=PRECISION)
+                later -= tl.exp(c)[:, None] * known_to
+                to_beta += tl.sum(keys * later, 1)
+                to_decay += b * to_beta
+                to_k += b[:, None] * later
+                in_system *= b[:, None]
+                to_k += tl.dot(tl.trans(in_system), keys, input_precision=PRECISION)
+            total_k += to_k
+            to_decay -= own
+            to_beta += solved
+            if SKIPS:
+                if block == 0:
+                    tl.store(grad_skip + of_head, skipped, mask=inside)
+            tl.store(grad_beta + of_block + of_head, to_beta, mask=inside)
         tl.store(grad_decay + of_block + of_head, to_decay, mask=inside)
-        tl.store(grad_beta + of_block + of_head, to_beta, mask=inside)
     if READS:
         put(grad_q, first, inside, group, rows, total_q, G, K)
     put(grad_k, first, inside, group, rows, total_k, G, K)

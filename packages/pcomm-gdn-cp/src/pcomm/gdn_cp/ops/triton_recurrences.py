@@ -1,7 +1,7 @@
 """Both chunked recurrences by the Triton kernels, and their gradients.
 
-A forward is three launches, a backward seven with the three of the forward again up to the states:
-what is kept between them is the inputs alone. Importing this file imports Triton.
+A forward is three launches, a backward seven, of which two are those of the forward up to the
+states: what is kept between them is the inputs alone. Importing this file imports Triton.
 """
 
 # T tokens, N sequences, M chunks, C tokens of a chunk, G key heads, H value heads, K key dim,
@@ -34,7 +34,7 @@ from pcomm.gdn_cp.ops.triton_chunks import (
 from pcomm.gdn_cp.ops.triton_chunks_backward import (
     back_through_reads_launch,
     back_through_scan_launch,
-    collect_launch,
+    collect_launches,
     finish_launch,
 )
 from pcomm.gdn_cp.ops.triton_gates import delta_gates, time_steps_and_decays
@@ -208,7 +208,9 @@ class _Recurrence(torch.autograd.Function):
         scanned = _run(scan_launch(given, local, initial))
         grad_values = None if grad is None else _run(back_through_reads_launch(given, local, grad))
         back = _run(back_through_scan_launch(given, local, grad_values, grad, grad_final))
-        found = _run(collect_launch(given, local, scanned, back, grad))
+        launches, found = collect_launches(given, local, scanned, back, grad)
+        for launch in launches:
+            launch.run()
         grad_g, grad_beta = _run(finish_launch(given, found))
         grad_skip = None if found.skip_TH is None else found.skip_TH.sum(0)
         grad_initial = None if initial is None else back.initial_NHKV
