@@ -76,15 +76,11 @@ def gated_norm(
         eps: Added to the mean square.
         gate_first: True to gate before the norm.
     """
-    width = x.shape[-1] // num_groups
-    found: Tensor = apply_function(
-        _GatedNorm,
-        x.reshape(-1, num_groups, width),
-        gate.reshape(-1, num_groups, width),
-        weight_F,
-        eps,
-        gate_first,
-    )
+    # Heads may lie apart, as those of a gate among other projections do.
+    shared = num_groups == 1 and x.dim() > 2
+    shape = x.shape[-2:] if shared else (num_groups, x.shape[-1] // num_groups)
+    x_LED, gate_LED = (y.reshape(-1, *shape) for y in (x, gate))
+    found: Tensor = apply_function(_GatedNorm, x_LED, gate_LED, weight_F, eps, gate_first)
     return found.view(x.shape)
 
 
@@ -205,7 +201,7 @@ def _gates_arguments(
 def norm_launch(
     x_LED: Tensor, gate_LED: Tensor, weight_F: Tensor, eps: float, gate_first: bool
 ) -> tuple[KernelLaunch, Tensor]:
-    """The gated norm of each row and group."""
+    """The gated norm of each row and group; one weight for all groups, or one for each."""
     arguments, options, (num_tiles, num_groups) = _norm_arguments(
         x_LED, gate_LED, weight_F, eps, gate_first
     )
@@ -227,8 +223,9 @@ def norm_backward_launch(
     arguments, options, (num_tiles, num_groups) = _norm_arguments(
         x_LED, gate_LED, weight_F, eps, gate_first
     )
-    num_parts = min(num_tiles, _MOST_PARTS)
-    parts = x_LED.new_empty(num_parts, len(weight_F), dtype=torch.float32)
+    num_parts = min(num_tiles, max(1, _MOST_PARTS // num_groups))
+    num_sums = num_parts * num_groups * x_LED.shape[2] // len(weight_F)
+    parts = x_LED.new_empty(num_sums, len(weight_F), dtype=torch.float32)
     grads = x_LED.new_empty(x_LED.shape), gate_LED.new_empty(gate_LED.shape)
     arguments |= {
         "grad": grad_LED,
@@ -260,6 +257,7 @@ def _norm_arguments(
         "D": width,
         "BD": columns,
         "ROWS": rows,
+        "OWN_WEIGHT": len(weight_F) > width,
         "GATE_FIRST": gate_first,
     }
     warps = 4 if columns <= _TILE else 8 if columns <= _WIDE_TILE else 16
@@ -393,6 +391,7 @@ def norm_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     ROWS: tl.constexpr,
+    OWN_WEIGHT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
 ) -> None:
     """The gated norm of a tile of rows of one group."""
@@ -409,7 +408,9 @@ def norm_kernel(
         values *= opened
     normed = values * tl.rsqrt(tl.sum(values * values, 1) / D + eps)[:, None]
     # Rounded as often as in the models that these norms are of.
-    scale = tl.load(weight + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if OWN_WEIGHT:
+        weight += group * D
+    scale = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)
     result = scale[None, :] * normed.to(x.dtype.element_ty).to(tl.float32)
     if weight.dtype.element_ty == x.dtype.element_ty:
         result = result.to(x.dtype.element_ty).to(tl.float32)
@@ -437,11 +438,14 @@ def norm_backward_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     ROWS: tl.constexpr,
+    OWN_WEIGHT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
 ) -> None:
     """Gradients of the tiles of this program, and its sum of those of the weight."""
     part, group, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
-    scale = tl.load(weight + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if OWN_WEIGHT:
+        weight += group * D
+    scale = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)
     of_weight = tl.zeros([BD], tl.float32)
     for tile in range(part, tl.cdiv(num_rows, ROWS), num_parts):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
