@@ -31,6 +31,7 @@ __all__ = [
     "Recurrence",
     "Scanned",
     "chunk_kernel",
+    "decays_of",
     "load_state",
     "local_launch",
     "of_tokens",
@@ -277,6 +278,23 @@ def put(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def decays_of(
+    decay: tl.tensor,
+    first: tl.tensor,
+    inside: tl.tensor,
+    last: tl.tensor,
+    head: tl.tensor,
+    H: tl.constexpr,
+) -> tl.tuple:
+    """The logarithm of the decay from the start of a chunk to each place, and to its end."""
+    places = tl.arange(0, inside.shape[0])
+    end = tl.load(decay + (first + last) * H + head)
+    # Behind the last token nothing decays: differences are never positive, and powers never large.
+    c = tl.load(decay + first * H + head + places * H, mask=inside, other=0.0)
+    return tl.where(inside, c, end), end
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def pairwise(c: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """`[C, C]` decay from token j to token i, zero where j comes after i."""
     places = tl.arange(0, C)
@@ -414,7 +432,7 @@ def scan_kernel(
         store_state(states, of_chunk, state, columns, K, V, BK, BLOCKS)
         first, inside, last = tokens_of(chunks, chunk, C)
         of_head = first * H + head + tl.arange(0, C) * H
-        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + (first + last) * H + head)
+        c, end = decays_of(decay, first, inside, last, head, H)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
         new = of_tokens(v, v_row, first, inside, head, columns, V)
         if CORRECTED:
@@ -470,7 +488,7 @@ def read_kernel(
     """What the tokens of a chunk read from the state after their own write."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     group = head // (H // G)
-    first, inside, _ = tokens_of(chunks, chunk, C)
+    first, inside, last = tokens_of(chunks, chunk, C)
     of_head = first * H + head + tl.arange(0, C) * H
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     of_chunk = (chunk * H + head).to(tl.int64) * K * V
@@ -484,7 +502,7 @@ def read_kernel(
         in_state = (rows < K)[:, None] & (columns < V)[None, :]
         state = tl.load(states + of_chunk + place, mask=in_state, other=0.0)
         read += tl.dot(queries, state, input_precision=PRECISION)
-    c = tl.load(decay + of_head, mask=inside, other=0.0)
+    c, _ = decays_of(decay, first, inside, last, head, H)
     if CORRECTED:
         written = of_tokens(values, H * V, first, inside, head, columns, V)
     else:

@@ -9,11 +9,11 @@ With right = (1 + A)^-T du, the gradient of what is written solved backwards (wi
 right = du), the gradient of a decay needs no product of its own:
   dc_i = q_i dq_i + beta_i k_i (dk_i by the system and by what was known) - right_i u_i,
 and the last token of a chunk gets what the state that leaves has lost. No atomics: a program adds
-up the value heads of its key head, one after the other.
+up some value heads of its key head, one after the other, and torch what several programs have.
 """
 
 # T tokens, N sequences, M chunks, C tokens of a chunk, G key heads, H value heads, K key dim,
-# V value dim, B blocks of rows of a state
+# V value dim, B blocks of rows of a state, S shares of the value heads of a key head
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from pcomm.gdn_cp.ops.triton_chunks import (
     Local,
     Recurrence,
     Scanned,
+    decays_of,
     load_state,
     of_tokens,
     padded,
@@ -52,6 +53,8 @@ __all__ = [
 # Columns of a state for a program of the transposed scan, for one that goes back through reads, and
 # at a time for one that collects.
 _SCAN_COLUMNS, _READ_COLUMNS, _COLUMNS = 32, 64, 32
+# Most value heads of one program that collects, one after the other.
+_MOST_HEADS = 4
 
 
 def back_through_reads_launch(
@@ -127,19 +130,19 @@ def back_through_scan_launch(
 
 
 class Collected(NamedTuple):
-    """Gradients, the last three of each block of rows.
+    """Gradients, in fp32 but that of the values.
 
     Args:
-        q_TGK: `[T, G, K]`, fp32 as all but that of the values; None if nothing is read.
-        k_TGK: `[T, G, K]`.
+        q_STGK: `[S, T, G, K]`, by each share of the value heads; None if nothing is read.
+        k_STGK: `[S, T, G, K]`.
         v_THV: `[T, H, V]` in the dtype of the values.
-        decay_BTH: `[B, T, H]` of the decay since the start of the chunk.
+        decay_BTH: `[B, T, H]` of the decay since the start of the chunk, by each block of rows.
         beta_BTH: `[B, T, H]`.
         skip_TH: `[T, H]` of the weight of the values that are added; None without.
     """
 
-    q_TGK: Tensor | None
-    k_TGK: Tensor
+    q_STGK: Tensor | None
+    k_STGK: Tensor
     v_THV: Tensor
     decay_BTH: Tensor
     beta_BTH: Tensor
@@ -149,7 +152,7 @@ class Collected(NamedTuple):
 def collect_launches(
     given: Recurrence, local: Local, scanned: Scanned, back: Back, grad_THV: Tensor | None
 ) -> tuple[list[KernelLaunch], Collected]:
-    """All gradients that need not wait: chunks times key heads times blocks of rows.
+    """All gradients that need not wait: chunks, shares of the heads, and blocks of rows.
 
     First those by reads, if there are any; the second launch adds the others. One launch for all
     would have more in its registers than there are.
@@ -157,10 +160,11 @@ def collect_launches(
     num_tokens, num_groups, key_dim = given.k_TGK.shape
     num_heads, value_dim = given.v_THV.shape[1:]
     num_blocks = -(-key_dim // given.sizes["BK"])
-    reads = grad_THV is not None
+    reads, repeats = grad_THV is not None, num_heads // num_groups
+    num_shares = repeats // max(n for n in range(1, _MOST_HEADS + 1) if repeats % n == 0)
     collected = Collected(
-        given.new(*given.k_TGK.shape) if reads else None,
-        given.new(*given.k_TGK.shape),
+        given.new(num_shares, *given.k_TGK.shape) if reads else None,
+        given.new(num_shares, *given.k_TGK.shape),
         given.v_THV.new_empty(given.v_THV.shape),
         given.new(num_blocks, num_tokens, num_heads),
         given.new(num_blocks, num_tokens, num_heads),
@@ -175,8 +179,8 @@ def collect_launches(
         "states": scanned.states_MHKV,
         "left": back.left_MHKV,
         "skip": local.decay_TH if given.skip_H is None else given.skip_H,
-        "grad_q": collected.k_TGK if collected.q_TGK is None else collected.q_TGK,
-        "grad_k": collected.k_TGK,
+        "grad_q": collected.k_STGK if collected.q_STGK is None else collected.q_STGK,
+        "grad_k": collected.k_STGK,
         "grad_v": collected.v_THV,
         "grad_decay": collected.decay_BTH,
         "grad_beta": collected.beta_BTH,
@@ -184,10 +188,11 @@ def collect_launches(
         "num_tokens": num_tokens,
         **given.sizes,
         "BV": padded(value_dim, _COLUMNS),
+        "HEADS": num_heads // num_groups // num_shares,
     }  # fmt: skip
     by_reads = {"READS": True, "WRITES": False, "ADDS": False, "SKIPS": False}
     others = {"READS": False, "WRITES": True, "ADDS": reads, "SKIPS": collected.skip_TH is not None}
-    grid = (len(given.tables.chunks_M4), num_groups, num_blocks)
+    grid = (len(given.tables.chunks_M4), num_groups * num_shares, num_blocks)
     options, device = {"num_warps": 8, "num_stages": 1}, back.left_MHKV.device
     launches = [
         KernelLaunch(collect_kernel, grid, arguments | parts, device, options)
@@ -243,7 +248,7 @@ def back_through_reads_kernel(
 ) -> None:
     """The transposed scores times the gradients of what was read."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first, inside, _ = tokens_of(chunks, chunk, C)
+    first, inside, last = tokens_of(chunks, chunk, C)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     # Transposed: the rows are the tokens that wrote.
     scores = tl.zeros([C, C], tl.float32)
@@ -252,7 +257,7 @@ def back_through_reads_kernel(
         queries = of_tokens(q, q_row, first, inside, head // (H // G), rows, K)
         keys = of_tokens(k, k_row, first, inside, head // (H // G), rows, K)
         scores += tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-    c = tl.load(decay + first * H + head + tl.arange(0, C) * H, mask=inside, other=0.0)
+    c, _ = decays_of(decay, first, inside, last, head, H)
     arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
     scores *= tl.trans(pairwise(c, C))
     found = tl.dot(scores, arriving, input_precision=PRECISION)
@@ -302,7 +307,7 @@ def back_through_scan_kernel(
         store_state(left, of_chunk, state, columns, K, V, BK, BLOCKS)
         first, inside, last = tokens_of(chunks, chunk, C)
         of_head = first * H + head + tl.arange(0, C) * H
-        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + (first + last) * H + head)
+        c, end = decays_of(decay, first, inside, last, head, H)
         found = tl.zeros([C, BV], tl.float32)
         for block in tl.static_range(BLOCKS):
             rows = block * BK + tl.arange(0, BK)
@@ -368,22 +373,29 @@ def collect_kernel(
     PRECISION: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    HEADS: tl.constexpr,
     READS: tl.constexpr,
     WRITES: tl.constexpr,
     ADDS: tl.constexpr,
     SKIPS: tl.constexpr,
 ) -> None:
-    """The gradients of a chunk, for a block of rows of the states of one key head."""
-    chunk, group, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """The gradients of a chunk, for a block of rows of the states of some heads of a key head."""
+    SHARES: tl.constexpr = H // G // HEADS
+    chunk, block = tl.program_id(0), tl.program_id(2)
+    group, share = tl.program_id(1) // SHARES, tl.program_id(1) % SHARES
     first, inside, last = tokens_of(chunks, chunk, C)
+    is_last = (tl.arange(0, C) == last)[:, None]
     rows = block * BK + tl.arange(0, BK)
+    grad_q += share.to(tl.int64) * num_tokens * (G * K)
+    grad_k += share.to(tl.int64) * num_tokens * (G * K)
     total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     if ADDS:
         total_k = of_tokens(grad_k, G * K, first, inside, group, rows, K)
-    for head in range(group * (H // G), (group + 1) * (H // G)):
+    for number in tl.static_range(HEADS):
+        head = group * (H // G) + share * HEADS + number
         of_head = first * H + head + tl.arange(0, C) * H
         of_state = (chunk * H + head).to(tl.int64) * K * V
-        c, end = tl.load(decay + of_head, mask=inside, other=0.0), tl.load(decay + (first + last) * H + head)
+        c, end = decays_of(decay, first, inside, last, head, H)
         b = tl.load(beta + of_head, mask=inside, other=0.0)
         to_decay, to_beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         # What queries get, and keys for it.
@@ -446,8 +458,10 @@ def collect_kernel(
                     put(grad_v, first, inside, head, columns, to_new, H, V)
             keys = of_tokens(k, k_row, first, inside, group, rows, K)
             to_k = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * leaving
-            through = tl.sum(tl.sum(keys * to_k, 1), 0) + tl.exp(end) * tl.sum(kept, 0)
-            to_decay += tl.where(tl.arange(0, C) == last, through, 0.0)
+            # The last token gets what the state that leaves has of each token, and of before.
+            to_end = tl.sum(keys * to_k, 1)
+            to_decay += tl.sum(tl.where(is_last, to_end[None, :], 0.0), 1)
+            to_decay += tl.sum(tl.where(is_last, tl.exp(end) * kept[None, :], 0.0), 1)
             if CORRECTED:
                 below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
                 in_system = tl.where(below, -in_system * pairwise(c, C), 0.0)

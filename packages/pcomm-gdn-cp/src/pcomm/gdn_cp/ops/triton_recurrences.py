@@ -214,7 +214,8 @@ class _Recurrence(torch.autograd.Function):
         grad_g, grad_beta = _run(finish_launch(given, found))
         grad_skip = None if found.skip_TH is None else found.skip_TH.sum(0)
         grad_initial = None if initial is None else back.initial_NHKV
-        own = (found.q_TGK, found.k_TGK, found.v_THV, grad_g, grad_beta, grad_skip, grad_initial)
+        grad_q, grad_k = (None if x is None else _total(x) for x in (found.q_STGK, found.k_STGK))
+        own = (grad_q, grad_k, found.v_THV, grad_g, grad_beta, grad_skip, grad_initial)
         return (*own, None, None, None)
 
 
@@ -223,6 +224,10 @@ def _run(made: tuple[KernelLaunch, Any]) -> Any:
     launch, results = made
     launch.run()
     return results
+
+
+def _total(parts: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 def _rows(x_THD: Tensor) -> Tensor:
