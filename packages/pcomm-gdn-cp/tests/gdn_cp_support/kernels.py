@@ -13,7 +13,7 @@ __all__ = ["MODULES", "TORCH", "TRITON", "assert_each_as_accurate", "in_double"]
 
 # Each after those that it imports.
 MODULES = [
-    f"pcomm.gdn_cp.ops.{name}"
+    f"pcomm.gdn_cp.ops.kernels.{name}"
     for name in (
         "triton_chunks",
         "triton_chunks_backward",

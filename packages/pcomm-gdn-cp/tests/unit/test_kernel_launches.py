@@ -1,4 +1,4 @@
-"""The kernels of the mixers, launched as on a GPU: a driver that checks each argument takes them."""
+"""The kernels of the mixers, launched as on a GPU: a driver that checks arguments takes them."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def half(*shape: int) -> Tensor:
 
 def recurrence_launches(width: int, *, is_corrected: bool = True) -> list[KernelLaunch]:
     """Forward and backward of a recurrence of 16 key heads and 32 value heads."""
-    from pcomm.gdn_cp.ops import triton_chunks as there
-    from pcomm.gdn_cp.ops import triton_chunks_backward as back
+    from pcomm.gdn_cp.ops.kernels import triton_chunks as there
+    from pcomm.gdn_cp.ops.kernels import triton_chunks_backward as back
 
     q, k = torch.empty(2, TOKENS, 16, width)
     v, (g, beta) = half(TOKENS, 32, width), torch.empty(2, TOKENS, 32)
@@ -74,8 +74,8 @@ def recurrence_launches(width: int, *, is_corrected: bool = True) -> list[Kernel
 
 def layer_launches() -> list[KernelLaunch]:
     """The largest of what is around it, forward and backward."""
-    from pcomm.gdn_cp.ops import triton_convolution as convolution
-    from pcomm.gdn_cp.ops import triton_gates as gates
+    from pcomm.gdn_cp.ops.kernels import triton_convolution as convolution
+    from pcomm.gdn_cp.ops.kernels import triton_gates as gates
 
     features, of_features = half(TOKENS, 1, 5120), half(5120)
     sections = (convolution.Channels(16, 128, 0.1), convolution.Channels(32, 128))

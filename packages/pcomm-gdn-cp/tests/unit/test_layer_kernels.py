@@ -82,7 +82,7 @@ def test_convolution_and_norms_of_queries_and_keys(
 
 # More channels than a block, of a wide tensor; more chunks than programs with sums of their own.
 def test_many_channels_and_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pcomm.gdn_cp.ops import triton_convolution
+    from pcomm.gdn_cp.ops.kernels import triton_convolution
 
     def run(kernels: Any, x: Tensor, weight: Tensor) -> Tensors:
         found: Tensors = kernels.convolve_sections(
@@ -125,7 +125,7 @@ def test_gates(dtype: torch.dtype, heads: int) -> None:
 
 
 def test_time_steps_far_below_one_keep_their_digits() -> None:
-    from pcomm.gdn_cp.ops.triton_gates import time_steps_and_decays
+    from pcomm.gdn_cp.ops.kernels.triton_gates import time_steps_and_decays
 
     dt = torch.linspace(-80, 30, 64)[:, None]
     log, bias = torch.tensor([0.5]), torch.tensor([-2.0])
@@ -164,7 +164,7 @@ def test_gate_before_the_norm(dtype: torch.dtype, num_groups: int, width: int) -
 
 
 def test_programs_take_tiles_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pcomm.gdn_cp.ops import triton_gates
+    from pcomm.gdn_cp.ops.kernels import triton_gates
 
     monkeypatch.setattr(triton_gates, "_MOST_PARTS", 2)
     monkeypatch.setattr(triton_gates, "_TILE", 16)
@@ -178,8 +178,8 @@ def test_what_does_not_fit_is_refused() -> None:
     x, weight = torch.zeros(8, 4), torch.zeros(4, 4)
     with pytest.raises(LayoutError, match="x: 8 tokens, and cu_seqlens ends at 7"):
         TRITON.convolve_sections(x, weight, ((1, 4),), cu_seqlens=(0, 7))
+    halo = torch.zeros(1, 2, 4)
     with pytest.raises(ConfigError, match="initial_halo"):
-        halo = torch.zeros(1, 2, 4)
         TRITON.convolve_sections(x, weight, ((1, 4),), cu_seqlens=(0, 8), initial_halo=halo)
     with pytest.raises(ConfigError, match="num_groups=3: 4 features"):
         TRITON.gate_then_rms_norm(x, x, x[0], num_groups=3)

@@ -130,6 +130,12 @@ def test_heads_on_both_sides_of_each_width(core: Any, key_dim: int, value_dim: i
 
 
 @CORES
+@pytest.mark.parametrize("heads", [4, 5])
+def test_more_value_heads_than_a_program_collects(core: Any, heads: int) -> None:
+    compare(core, core.inputs((9,), 6, 5, dtype=torch.float32, heads=heads), (0, 9))
+
+
+@CORES
 def test_values_of_half_precision_and_heads_of_a_wider_tensor(core: Any) -> None:
     inputs = core.inputs((30, 9), 16, 16, dtype=torch.bfloat16)
     cu = (0, 30, 39)

@@ -38,7 +38,7 @@ from pcomm.gdn_cp.pack_offsets import PackOffsets
 
 if TYPE_CHECKING:
     # It imports Triton.
-    from pcomm.gdn_cp.ops.triton_recurrences import TritonChunks
+    from pcomm.gdn_cp.ops.kernels.triton_recurrences import TritonChunks
 
 __all__ = [
     "Kernels",
@@ -95,9 +95,9 @@ class Kernels:
         """`chunk_gated_delta_rule` by these kernels; arguments, results and errors are the same.
 
         With `triton` it computes in fp32 as `torch` does, and products are as exact as torch is set
-        to have them. With `fla` it is the operation of the same name: queries and keys are rounded to the dtype
-        of the values, products are in that dtype, or in TF32 for fp32, and states are in fp32. Key
-        heads of more than 256 raise an UnsupportedError.
+        to have them. With `fla` it is the operation of the same name: queries and keys are rounded
+        to the dtype of the values, products are in that dtype, or in TF32 for fp32, and states are
+        in fp32. Key heads of more than 256 raise an UnsupportedError.
         """
         tensors = (q_TGK, k_TGK, v_THV, g_TH, beta_TH)
         if self.name != "fla":
@@ -134,9 +134,10 @@ class Kernels:
         """`chunk_mamba2_ssd` by these kernels; arguments, results and errors are the same.
 
         With `triton` it computes in fp32 as `torch` does, and products are as exact as torch is set
-        to have them. With `fla` it is `chunk_simple_gla`, which has one decay a head and no correction: c are its
-        queries, b its keys, dt x its values and A dt its gates. It knows no groups, so b and c are
-        repeated for the heads of each. All three are rounded to the dtype of the inputs; products
+        to have them. With `fla` it is `chunk_simple_gla`, which has one decay a head and no
+        correction: c are its queries, b its keys, dt x its values and A dt its gates. It knows no
+        groups, so b and c are repeated for the heads of each. All three are rounded to the dtype of
+        the inputs; products
         are in that dtype, or in TF32 for fp32, and states are in fp32.
         """
         if self.name != "fla":
@@ -161,7 +162,6 @@ class Kernels:
             y_THP = skipped.to(x_THP.dtype)
         return y_THP, final
 
-
     # -- the work inside chunks, for a summary and for outputs -------------------------------
 
     @graph_break
@@ -182,7 +182,7 @@ class Kernels:
         offsets, tensors = PackOffsets.of(cu_seqlens), (k_TGK, v_THV, g_TH, beta_TH)
         if self._is_torch(offsets):
             return DeltaChunks.of(*tensors, cu_seqlens=offsets)
-        from pcomm.gdn_cp.ops import triton_recurrences
+        from pcomm.gdn_cp.ops.kernels import triton_recurrences
 
         return triton_recurrences.delta_chunks(*tensors, cu_seqlens=offsets)
 
@@ -202,7 +202,7 @@ class Kernels:
         tensors = (x_THP, dt_TH, a_log_H, b_TGS)
         if self._is_torch(offsets):
             return SsdChunks.of(*tensors, dt_bias_H=dt_bias_H, cu_seqlens=offsets)
-        from pcomm.gdn_cp.ops import triton_recurrences
+        from pcomm.gdn_cp.ops.kernels import triton_recurrences
 
         return triton_recurrences.ssd_chunks(*tensors, dt_bias_H=dt_bias_H, cu_seqlens=offsets)
 
@@ -246,13 +246,11 @@ class Kernels:
                 x_TD, weight_DW, cu_seqlens=offsets, bias_D=bias_D, initial_halo=initial_halo
             )
             parts = y_TD.split([heads * width for heads, width in sections], -1)
-            heads = [
-                part.unflatten(-1, shape) for part, shape in zip(parts, sections, strict=True)
-            ]
+            heads = [part.unflatten(-1, shape) for part, shape in zip(parts, sections, strict=True)]
             if normalise:
                 heads[:2] = normalise_queries_keys(heads[0], heads[1])
             return tuple(heads)
-        from pcomm.gdn_cp.ops.triton_convolution import Channels, convolved_sections
+        from pcomm.gdn_cp.ops.kernels.triton_convolution import Channels, convolved_sections
 
         check_convolution("convolve_sections", offsets, x_TD, weight_DW, bias_D, initial_halo)
         channels = [Channels(*shape) for shape in sections]
@@ -274,7 +272,7 @@ class Kernels:
         """`delta_gates` by these kernels; arguments and results are the same."""
         if self.name == "torch" or not len(a_TH):
             return delta_gates(a_TH, b_TH, a_log_H, dt_bias_H)
-        from pcomm.gdn_cp.ops import triton_gates
+        from pcomm.gdn_cp.ops.kernels import triton_gates
 
         return triton_gates.delta_gates(a_TH, b_TH, a_log_H, dt_bias_H)
 
@@ -284,7 +282,7 @@ class Kernels:
         """`rms_norm_then_gate` by these kernels; arguments and results are the same."""
         if self.name == "torch" or not x.numel():
             return rms_norm_then_gate(x, gate, weight_D, eps=eps)
-        from pcomm.gdn_cp.ops.triton_gates import gated_norm
+        from pcomm.gdn_cp.ops.kernels.triton_gates import gated_norm
 
         return gated_norm(x, gate, weight_D, num_groups=1, eps=eps, gate_first=False)
 
@@ -294,7 +292,7 @@ class Kernels:
         """`gate_then_rms_norm` by these kernels; arguments, results and errors are the same."""
         if self.name == "torch" or not x.numel():
             return gate_then_rms_norm(x, gate, weight_F, num_groups=num_groups, eps=eps)
-        from pcomm.gdn_cp.ops.triton_gates import gated_norm
+        from pcomm.gdn_cp.ops.kernels.triton_gates import gated_norm
 
         check_groups(x, num_groups)
         return gated_norm(x, gate, weight_F, num_groups=num_groups, eps=eps, gate_first=True)

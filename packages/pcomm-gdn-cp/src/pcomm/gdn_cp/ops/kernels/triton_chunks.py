@@ -150,7 +150,9 @@ def local_launch(given: Recurrence) -> tuple[KernelLaunch, Local]:
     """Decays since the chunks began, and the inverse of their systems: chunks times heads."""
     num_chunks, num_heads = len(given.tables.chunks_M4), given.v_THV.shape[1]
     decay_TH = given.new(*given.g_TH.shape)
-    inverse = given.new(num_chunks, num_heads, KERNEL_CHUNK, KERNEL_CHUNK) if given.is_corrected else None
+    inverse = (
+        given.new(num_chunks, num_heads, KERNEL_CHUNK, KERNEL_CHUNK) if given.is_corrected else None
+    )
     arguments = given.arguments | {
         "g": given.g_TH,
         "decay": decay_TH,
@@ -317,13 +319,13 @@ def load_state(
     state = ()
     for block in tl.static_range(BLOCKS):
         if IS_ZERO:
-            state = state + (tl.zeros([BK, columns.shape[0]], tl.float32),)
+            found = tl.zeros([BK, columns.shape[0]], tl.float32)
         else:
             rows = block * BK + tl.arange(0, BK)
             in_state = (rows < K)[:, None] & (columns < V)[None, :]
             place = rows[:, None] * V + columns[None, :]
             found = tl.load(states + start * K * V + place, mask=in_state, other=0.0)
-            state = state + (found,)
+        state = state + (found,)  # type: ignore[assignment]  # noqa: RUF005
     return state
 
 
@@ -454,7 +456,8 @@ def scan_kernel(
             rows = block * BK + tl.arange(0, BK)
             keys = of_tokens(k, k_row, first, inside, group, rows, K)
             added = tl.dot(tl.trans(keys), kept, input_precision=PRECISION)
-            later = later + (tl.exp(end) * state[block] + added,)
+            added += tl.exp(end) * state[block]
+            later = later + (added,)  # type: ignore[assignment]  # noqa: RUF005
         state = later
     store_state(final, of_sequence, state, columns, K, V, BK, BLOCKS)
 

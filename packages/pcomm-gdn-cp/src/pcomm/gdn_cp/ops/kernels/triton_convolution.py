@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from pcomm.gdn_cp.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import KERNEL_CHUNK, ChunkTables, chunk_tables
 from pcomm.gdn_cp.ops.entry import apply_function, graph_break
-from pcomm.gdn_cp.ops.triton_gates import sum_launch
+from pcomm.gdn_cp.ops.kernels.triton_gates import sum_launch
 from pcomm.gdn_cp.pack_offsets import PackOffsets
 
 __all__ = [

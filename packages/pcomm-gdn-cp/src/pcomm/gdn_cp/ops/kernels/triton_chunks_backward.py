@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from pcomm.gdn_cp.kernel_launch import KernelLaunch
-from pcomm.gdn_cp.ops.triton_chunks import (
+from pcomm.gdn_cp.ops.kernels.triton_chunks import (
     Local,
     Recurrence,
     Scanned,
@@ -335,7 +334,7 @@ def back_through_scan_kernel(
                 b = tl.load(beta + of_head, mask=inside, other=0.0)
                 known = (tl.exp(c) * b)[:, None] * found
                 entering -= tl.dot(tl.trans(keys), known, input_precision=PRECISION)
-            later = later + (entering,)
+            later = later + (entering,)  # type: ignore[assignment]  # noqa: RUF005
         state = later
     store_state(initial, of_sequence, state, columns, K, V, BK, BLOCKS)
 
@@ -475,7 +474,7 @@ def collect_kernel(
             total_k += to_k
             to_decay -= own
             to_beta += solved
-            if SKIPS:
+            if SKIPS:  # noqa: SIM102
                 if block == 0:
                     tl.store(grad_skip + of_head, skipped, mask=inside)
             tl.store(grad_beta + of_block + of_head, to_beta, mask=inside)

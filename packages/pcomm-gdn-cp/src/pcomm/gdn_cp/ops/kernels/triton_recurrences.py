@@ -22,22 +22,21 @@ from pcomm.gdn_cp.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import ChunkTables, chunk_tables
 from pcomm.gdn_cp.ops.entry import apply_function, check_shape, graph_break
 from pcomm.gdn_cp.ops.gated_delta_rule import check_delta_inputs
-from pcomm.gdn_cp.ops.mamba2_ssd import check_ssd_inputs
-from pcomm.gdn_cp.ops.triton_chunks import (
+from pcomm.gdn_cp.ops.kernels.triton_chunks import (
     Local,
     Recurrence,
-    Scanned,
     local_launch,
     read_launch,
     scan_launch,
 )
-from pcomm.gdn_cp.ops.triton_chunks_backward import (
+from pcomm.gdn_cp.ops.kernels.triton_chunks_backward import (
     back_through_reads_launch,
     back_through_scan_launch,
     collect_launches,
     finish_launch,
 )
-from pcomm.gdn_cp.ops.triton_gates import delta_gates, time_steps_and_decays
+from pcomm.gdn_cp.ops.kernels.triton_gates import time_steps_and_decays
+from pcomm.gdn_cp.ops.mamba2_ssd import check_ssd_inputs
 from pcomm.gdn_cp.pack_offsets import PackOffsets
 
 __all__ = ["TritonChunks", "delta_chunks", "ssd_chunks"]
@@ -199,9 +198,9 @@ class _Recurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, grad_final = (None if x is None else x.contiguous() for x in grads)
-        *tensors, initial = ctx.saved_tensors
+        q, k, v, g, beta, skip, initial = ctx.saved_tensors
         tables, is_corrected = ctx.constants
-        given = Recurrence(tables, *tensors, is_corrected)
+        given = Recurrence(tables, q, k, v, g, beta, skip, is_corrected)
         if grad is None:
             given = replace(given, q_TGK=None)
         local = _run(local_launch(given))
