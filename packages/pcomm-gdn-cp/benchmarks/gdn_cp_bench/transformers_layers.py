@@ -15,53 +15,59 @@ import torch
 from torch import Tensor, nn
 
 from gdn_cp_bench.slow_decay import slow_parameters
-from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution
-from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule, delta_gates
-from pcomm.gdn_cp.ops.mamba2_ssd import chunk_mamba2_ssd
-from pcomm.gdn_cp.ops.norms import gate_then_rms_norm, normalise_queries_keys, rms_norm_then_gate
+from pcomm.gdn_cp.ops.backend import Kernels
 
 LayerRun = Callable[[Any, Tensor, Sequence[int]], Tensor]
+_TORCH = Kernels("torch", "asked for")
 
 
-def gated_delta_net_of_cores(layer: Any, hidden_TD: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+def gated_delta_net_of_cores(
+    layer: Any, hidden_TD: Tensor, cu_seqlens: Sequence[int], kernels: Kernels = _TORCH
+) -> Tensor:
     """`Qwen3NextGatedDeltaNet` on packed sequences, `[T, D]` to `[T, D]`."""
     projected = (layer.in_proj_qkvz(hidden_TD[None]), layer.in_proj_ba(hidden_TD[None]))
     q, k, v, z, b, a = (x[0] for x in layer.fix_query_key_value_ordering(*projected))
     mixed = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
-    mixed, _ = causal_convolution(mixed, layer.conv1d.weight[:, 0], cu_seqlens=cu_seqlens)
-    q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-    q, k = (x.unflatten(-1, (layer.num_k_heads, -1)) for x in (q, k))
-    v = v.unflatten(-1, (layer.num_v_heads, -1))
-    g, beta = delta_gates(a, b, layer.A_log, layer.dt_bias)
-    output, _ = chunk_gated_delta_rule(
-        *normalise_queries_keys(q, k), v, g, beta, cu_seqlens=cu_seqlens
+    heads = ((layer.num_k_heads, layer.head_k_dim), (layer.num_v_heads, layer.head_v_dim))
+    q, k, v = kernels.convolve_sections(
+        mixed,
+        layer.conv1d.weight[:, 0],
+        (heads[0], heads[0], heads[1]),
+        cu_seqlens=cu_seqlens,
+        normalise=True,
     )
-    normed = rms_norm_then_gate(output, z, layer.norm.weight, eps=layer.norm.variance_epsilon)
+    g, beta = kernels.delta_gates(a, b, layer.A_log, layer.dt_bias)
+    output, _ = kernels.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+    eps = layer.norm.variance_epsilon
+    normed = kernels.rms_norm_then_gate(output, z, layer.norm.weight, eps=eps)
     result: Tensor = layer.out_proj(normed.flatten(1))
     return result
 
 
-def mamba2_of_cores(layer: Any, hidden_TD: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+def mamba2_of_cores(
+    layer: Any, hidden_TD: Tensor, cu_seqlens: Sequence[int], kernels: Kernels = _TORCH
+) -> Tensor:
     """`Mamba2Mixer` on packed sequences, `[T, D]` to `[T, D]`."""
     inner, groups = layer.intermediate_size, layer.n_groups
     states = groups * layer.ssm_state_size
     sizes = [inner, inner + 2 * states, layer.num_heads]
     gate, mixed, dt = layer.in_proj(hidden_TD).split(sizes, -1)
-    weight, bias = layer.conv1d.weight[:, 0], layer.conv1d.bias
-    mixed, _ = causal_convolution(mixed, weight, cu_seqlens=cu_seqlens, bias_D=bias)
-    x, b, c = mixed.split([inner, states, states], -1)
-    y, _ = chunk_mamba2_ssd(
-        x.unflatten(-1, (layer.num_heads, -1)),
-        dt,
-        layer.A_log,
-        b.unflatten(-1, (groups, -1)),
-        c.unflatten(-1, (groups, -1)),
+    of_state = (groups, layer.ssm_state_size)
+    x, b, c = kernels.convolve_sections(
+        mixed,
+        layer.conv1d.weight[:, 0],
+        ((layer.num_heads, inner // layer.num_heads), of_state, of_state),
+        cu_seqlens=cu_seqlens,
+        bias_D=layer.conv1d.bias,
+    )
+    y, _ = kernels.chunk_mamba2_ssd(
+        *(x, dt, layer.A_log, b, c),
         d_H=layer.D,
         dt_bias_H=layer.dt_bias,
         cu_seqlens=cu_seqlens,
     )
-    eps = layer.norm.variance_epsilon
-    normed = gate_then_rms_norm(y.flatten(1), gate, layer.norm.weight, num_groups=groups, eps=eps)
+    eps, weight = layer.norm.variance_epsilon, layer.norm.weight
+    normed = kernels.gate_then_rms_norm(y.flatten(1), gate, weight, num_groups=groups, eps=eps)
     result: Tensor = layer.out_proj(normed)
     return result
 

@@ -118,14 +118,26 @@ def test_kernels_are_chosen_by_device_and_dtype_and_say_why(
             choose_kernels(device, dtype, wanted="fla")
     with pytest.raises(ConfigError, match="Did you mean 'torch'"):
         choose_kernels(CPU, torch.float32, wanted="troch")
+    monkeypatch.setattr(backend, "find_spec", lambda name: name == "triton" or None)
+    without = "flash-linear-attention is not installed"
+    assert choose_kernels(CUDA, torch.float32).describe() == (
+        f"gated delta rule: triton, state space: triton ({without})"
+    )
+    assert choose_kernels(CUDA, torch.float32, wanted="triton").describe().endswith("(asked for)")
+    for device, dtype in ((CPU, torch.float32), (CUDA, torch.float64)):
+        assert choose_kernels(device, dtype).name == "torch"
+        with pytest.raises(UnsupportedError, match=r"wanted='triton'(?s:.*)pcomm-gdn-cp\[triton\]"):
+            choose_kernels(device, dtype, wanted="triton")
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    assert "not installed" in choose_kernels(CUDA, torch.float32).describe()
+    assert choose_kernels(CUDA, torch.float32).describe().endswith(f"torch ({without})")
+    with pytest.raises(UnsupportedError, match="triton is not installed"):
+        choose_kernels(CUDA, torch.float32, wanted="triton")
 
 
 @pytest.mark.usefixtures("fla")
 @pytest.mark.parametrize(
     ("major", "triton", "name"),
-    [(9, "3.6.0", "torch"), (9, "3.7.1", "fla"), (9, "3.3.1", "fla"), (10, "3.6.0", "fla")],
+    [(9, "3.6.0", "triton"), (9, "3.7.1", "fla"), (9, "3.3.1", "fla"), (10, "3.6.0", "fla")],
     ids=str,
 )
 def test_a_triton_that_fla_refuses_on_hopper_leaves_it_out(
@@ -136,9 +148,10 @@ def test_a_triton_that_fla_refuses_on_hopper_leaves_it_out(
     module = ModuleType("triton")
     module.__version__ = triton
     monkeypatch.setitem(sys.modules, "triton", module)
+    monkeypatch.setattr(backend, "find_spec", lambda name: name in ("fla", "triton") or None)
     chosen = choose_kernels(CUDA, torch.bfloat16)
     assert chosen.name == name
-    assert (f"triton {triton} is wrong on Hopper" in chosen.reason) == (name == "torch")
+    assert (f"triton {triton} is wrong on Hopper" in chosen.reason) == (name == "triton")
 
 
 PACKS = pytest.mark.parametrize("lengths", [(70, 5), (0, 3, 0, 66, 0), (0, 0)], ids=str)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from types import FunctionType, ModuleType
 from typing import Any
+
+from core_support.interpreter import patch_once
 
 __all__ = ["emulate", "opened"]
 
@@ -21,7 +22,7 @@ def emulate() -> None:
     variable `TRITON_INTERPRET` stays set.
     """
     os.environ["TRITON_INTERPRET"] = "1"
-    _patch_once()
+    patch_once()
     loaded = sys.modules.get("pcomm.nvls.primitives.emulation")
     if loaded is None or loaded.EMULATED:
         return
@@ -51,23 +52,3 @@ def opened(max_bytes: int = 1 << 12, **options: Any) -> Any:
     from pcomm.nvls import Workspace
 
     return Workspace(Group.from_process_group("tp", default_group()), max_bytes, **options)
-
-
-def _patch_once() -> None:
-    """Have the interpreter replace the functions of `triton.language` once for a kernel. Local.
-
-    It does so again for each function that a kernel calls, which takes as long as all the rest.
-    """
-    import triton.language as tl  # type: ignore[import-untyped]
-    from triton.runtime import interpreter  # type: ignore[import-untyped]
-
-    patch = interpreter._patch_lang
-    if patch.__module__ == __name__:
-        return
-
-    def patch_once(function: FunctionType) -> Any:
-        named = [m for m in function.__globals__.values() if isinstance(m, ModuleType)]
-        is_patched = not any(m in (tl, tl.core) and tl.core.is_builtin(m.load) for m in named)
-        return interpreter._LangPatchScope() if is_patched else patch(function)
-
-    interpreter._patch_lang = patch_once

@@ -15,13 +15,10 @@ from pcomm.core import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.gdn_cp import GdnSpec, HeadShare, Plan
 from pcomm.gdn_cp.ops import (
-    DeltaChunks,
-    causal_convolution,
     delta_gates,
     gated_delta_step,
     graph_break,
     normalise_queries_keys,
-    rms_norm_then_gate,
 )
 from pcomm.inference import StateMemory, StateSpec
 from pcomm.integration.models.forward_context import (
@@ -94,14 +91,16 @@ class GatedDeltaNet(nn.Module):
         """What the recurrence makes of the projections, in their place; see `Attention._mixed`."""
         spec, share = self.spec, plan.head_share(self.spec)
         mixed_TC, b_TH, a_TH = plan.to_heads(spec, parts, fused=3)
-        convolved_TC, _ = causal_convolution(
+        q, k, v = self.kernels.convolve_sections(
             mixed_TC,
             share.take(self.conv_weight, _CONVOLVED),
+            share.shapes(_CONVOLVED),
             cu_seqlens=plan.cu_seqlens_of(spec),
             initial_halo=plan.conv_halo(spec, mixed_TC),
+            normalise=True,
         )
-        gates = delta_gates(a_TH, b_TH, share.take(self.a_log, "a"), share.take(self.dt_bias, "a"))
-        q, k, v = _prepared(convolved_TC, share)
+        parameters = (share.take(parameter, "a") for parameter in (self.a_log, self.dt_bias))
+        gates = self.kernels.delta_gates(a_TH, b_TH, *parameters)
         o_THV = self._recur(q, k, v, *gates, plan)
         return plan.from_heads(spec, o_THV.flatten(-2))
 
@@ -113,6 +112,7 @@ class GatedDeltaNet(nn.Module):
         sizes = [sum(self.sizes[:3]), *self.sizes[3:]]
         mixed_TC, z, b, a = self.input(x).split(sizes, -1)
         convolved_TC = convolve(context, memory, mixed_TC, self.conv_weight)
+        q, k, v = self.all_heads.split(convolved_TC, _CONVOLVED)
         # The last bits of exponentials depend on the place in the batch; those of fp64 vanish here.
         wide = torch.promote_types(x.dtype, torch.float32)
         exact = delta_gates(a.double(), b.double(), self.a_log, self.dt_bias)
@@ -121,7 +121,7 @@ class GatedDeltaNet(nn.Module):
             "state",
             context,
             memory,
-            (*_prepared(convolved_TC, self.all_heads), *gates),
+            (*normalise_queries_keys(q, k), v, *gates),
             one_token=lambda state, *inputs: gated_delta_step(state.to(wide), *inputs),
             chunks=lambda state, *inputs: self.kernels.chunk_gated_delta_rule(
                 *inputs[:-1], cu_seqlens=inputs[-1], initial_state=state
@@ -154,20 +154,14 @@ class GatedDeltaNet(nn.Module):
         if not plan.needs_summary(self.spec):
             kernels = self.kernels
             return kernels.chunk_gated_delta_rule(q, k, v, g_TH, beta_TH, cu_seqlens=cu_seqlens)[0]
-        # No kernel of fla returns what a range of tokens does to a state, so ours runs everywhere.
-        chunks = DeltaChunks.of(k, v, g_TH, beta_TH, cu_seqlens=cu_seqlens)
+        chunks = self.kernels.delta_chunks(k, v, g_TH, beta_TH, cu_seqlens=cu_seqlens)
         start = plan.entry_states(self.spec, chunks.summary())
         return chunks.outputs(q, initial_state=start)[0]
 
     def _gated(self, o: Tensor, z: Tensor) -> Tensor:
         """Into the residual stream."""
         o_THV, z_THV = (x.unflatten(-1, (-1, self.spec.value_dim)) for x in (o, z))
-        gated_THV = rms_norm_then_gate(o_THV, z_THV, self.norm_weight, eps=self.eps)
+        weight = self.norm_weight
+        gated_THV = self.kernels.rms_norm_then_gate(o_THV, z_THV, weight, eps=self.eps)
         output: Tensor = self.output(gated_THV.flatten(-2))
         return output
-
-
-def _prepared(convolved_TC: Tensor, share: HeadShare) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normalised, and values, head by head."""
-    q, k, v = share.split(convolved_TC, _CONVOLVED)
-    return (*normalise_queries_keys(q, k), v)

@@ -16,9 +16,6 @@ from pcomm.core import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.gdn_cp import HeadShare, Mamba2Spec, Plan
 from pcomm.gdn_cp.ops import (
-    SsdChunks,
-    causal_convolution,
-    gate_then_rms_norm,
     graph_break,
     mamba2_ssd_step,
 )
@@ -109,15 +106,15 @@ class Mamba2(nn.Module):
         """What the scan makes of the projections, in their place; see `Attention._mixed`."""
         spec, share = self.spec, plan.head_share(self.spec)
         mixed_TC, dt_TH = plan.to_heads(spec, parts, fused=3)
-        convolved_TC, _ = causal_convolution(
+        x, b, c = self.kernels.convolve_sections(
             mixed_TC,
             share.take(self.conv_weight, _CONVOLVED),
+            share.shapes(_CONVOLVED),
             cu_seqlens=plan.cu_seqlens_of(spec),
             bias_D=None if self.conv_bias is None else share.take(self.conv_bias, _CONVOLVED),
             initial_halo=plan.conv_halo(spec, mixed_TC),
         )
         heads = _Heads(*(share.take(p, "dt") for p in (self.a_log, self.dt_bias, self.d)))
-        x, b, c = share.split(convolved_TC, _CONVOLVED)
         y_THP = self._recur(x, b, c, self._limited(dt_TH, heads.dt_bias), heads, plan)
         return plan.from_heads(spec, y_THP.flatten(-2))
 
@@ -169,8 +166,7 @@ class Mamba2(nn.Module):
         cu_seqlens = plan.cu_seqlens_of(self.spec)
         if not plan.needs_summary(self.spec):
             return self._scan(x, b, c, dt_TH, heads, cu_seqlens)[0]
-        # No kernel of fla returns what a range of tokens does to a state, so ours runs everywhere.
-        chunks = SsdChunks.of(
+        chunks = self.kernels.ssd_chunks(
             x, dt_TH, heads.a_log, b, dt_bias_H=heads.dt_bias, cu_seqlens=cu_seqlens
         )
         start = plan.entry_states(self.spec, chunks.summary())
@@ -219,7 +215,8 @@ class Mamba2(nn.Module):
     def _gated(self, y: Tensor, z: Tensor) -> Tensor:
         """Into the residual stream."""
         groups = self.spec.num_groups
-        gated = gate_then_rms_norm(y, z, self.norm_weight, num_groups=groups, eps=self.eps)
+        weight = self.norm_weight
+        gated = self.kernels.gate_then_rms_norm(y, z, weight, num_groups=groups, eps=self.eps)
         output: Tensor = self.output(gated)
         return output
 

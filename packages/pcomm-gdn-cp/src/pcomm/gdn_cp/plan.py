@@ -36,7 +36,7 @@ from pcomm.core.groups.group import Group
 from pcomm.gdn_cp.arguments import GroupLike, all_specs, link_of, pack_of, place_in
 from pcomm.gdn_cp.ops.backend import filled_sequences
 from pcomm.gdn_cp.ops.causal_conv1d import boundary_indices
-from pcomm.gdn_cp.ops.chunks import ChunkLayout, default_chunk
+from pcomm.gdn_cp.ops.chunks import ChunkLayout, chunk_tables, default_chunk
 from pcomm.gdn_cp.ops.entry import graph_break
 from pcomm.gdn_cp.pack_offsets import PackOffsets
 from pcomm.gdn_cp.specs import MatrixTransition, Spec, Summary
@@ -445,6 +445,8 @@ class Plan:
                 default = default_chunk(state.key_dim, is_corrected=is_delta)
                 ChunkLayout.of(offsets, default if chunk is None else chunk).indices(device)
                 offsets.derived(filled_sequences, device)
+            if device.type != "cpu":
+                offsets.derived(chunk_tables, device)
         for make in (self._local.core_tokens, self._local.core_positions):
             self._local.on(device, make)
         return self

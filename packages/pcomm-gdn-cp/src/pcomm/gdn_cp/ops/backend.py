@@ -1,9 +1,9 @@
-"""Who runs what: flash-linear-attention or torch the cores, Triton or torch what packs messages.
+"""Who runs what: flash-linear-attention, kernels of this package or torch; and what packs messages.
 
 Faster code is taken on CUDA where it is installed. The choice is an object that its user makes,
-keeps and shows; nothing changes behind its back. The Triton kernels of packing are compared with
-torch under Triton's interpreter, and neither they nor the way over flash-linear-attention, written
-after the sources of its version 0.6.0, have been run on hardware.
+keeps and shows; nothing changes behind its back. The Triton kernels of this package are compared
+with torch under Triton's interpreter, and neither they nor the way over flash-linear-attention,
+written after the sources of its version 0.6.0, have been run on hardware.
 """
 
 # T tokens, N sequences, G key heads or groups, H value heads, K key dim, V value dim,
@@ -17,17 +17,28 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
 from pcomm.core.exchange.fast import Packing, TorchPacking
+from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution, check_convolution
 from pcomm.gdn_cp.ops.entry import check_shape, graph_break
-from pcomm.gdn_cp.ops.gated_delta_rule import check_delta_inputs, chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd import check_ssd_inputs, chunk_mamba2_ssd, time_steps
+from pcomm.gdn_cp.ops.gated_delta_rule import DeltaChunks, check_delta_inputs, delta_gates
+from pcomm.gdn_cp.ops.mamba2_ssd import SsdChunks, check_ssd_inputs, time_steps
+from pcomm.gdn_cp.ops.norms import (
+    check_groups,
+    gate_then_rms_norm,
+    normalise_queries_keys,
+    rms_norm_then_gate,
+)
 from pcomm.gdn_cp.pack_offsets import PackOffsets
+
+if TYPE_CHECKING:
+    # It imports Triton.
+    from pcomm.gdn_cp.ops.kernels.triton_recurrences import TritonChunks
 
 __all__ = [
     "Kernels",
@@ -52,11 +63,12 @@ class Kernels:
     """The kernels of a layer.
 
     Args:
-        name: `torch` for the cores of this package, `fla` for flash-linear-attention.
+        name: `torch` for the cores of this package in torch, `triton` for its kernels, `fla` for
+            flash-linear-attention's cores with the kernels of this package around them.
         reason: Reason for the choice, for `describe`.
     """
 
-    name: Literal["torch", "fla"]
+    name: Literal["torch", "triton", "fla"]
     reason: str
 
     def describe(self) -> str:
@@ -64,7 +76,7 @@ class Kernels:
         delta, space = (
             ("fla chunk_gated_delta_rule", "fla chunk_simple_gla")
             if self.name == "fla"
-            else ("torch", "torch")
+            else (self.name, self.name)
         )
         return f"gated delta rule: {delta}, state space: {space} ({self.reason})"
 
@@ -82,15 +94,15 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """`chunk_gated_delta_rule` by these kernels; arguments, results and errors are the same.
 
-        With `fla` it is the operation of the same name: queries and keys are rounded to the dtype
-        of the values, products are in that dtype, or in TF32 for fp32, and states are in fp32. Key
-        heads of more than 256 raise an UnsupportedError.
+        With `triton` it computes in fp32 as `torch` does, and products are as exact as torch is set
+        to have them. With `fla` it is the operation of the same name: queries and keys are rounded
+        to the dtype of the values, products are in that dtype, or in TF32 for fp32, and states are
+        in fp32. Key heads of more than 256 raise an UnsupportedError.
         """
         tensors = (q_TGK, k_TGK, v_THV, g_TH, beta_TH)
-        if self.name == "torch":
-            return chunk_gated_delta_rule(
-                *tensors, cu_seqlens=cu_seqlens, initial_state=initial_state
-            )
+        if self.name != "fla":
+            chunks = self.delta_chunks(*tensors[1:], cu_seqlens=cu_seqlens)
+            return chunks.outputs(q_TGK, initial_state=initial_state)
         offsets, key_dim = PackOffsets.of(cu_seqlens), k_TGK.shape[-1]
         check_delta_inputs("Kernels", offsets, k_TGK, v_THV, g_TH, beta_TH)
         check_shape("Kernels: q", q_TGK, tuple(k_TGK.shape))
@@ -121,19 +133,18 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """`chunk_mamba2_ssd` by these kernels; arguments, results and errors are the same.
 
-        With `fla` it is `chunk_simple_gla`, which has one decay a head and no correction: c are its
-        queries, b its keys, dt x its values and A dt its gates. It knows no groups, so b and c are
-        repeated for the heads of each. All three are rounded to the dtype of the inputs; products
+        With `triton` it computes in fp32 as `torch` does, and products are as exact as torch is set
+        to have them. With `fla` it is `chunk_simple_gla`, which has one decay a head and no
+        correction: c are its queries, b its keys, dt x its values and A dt its gates. It knows no
+        groups, so b and c are repeated for the heads of each. All three are rounded to the dtype of
+        the inputs; products
         are in that dtype, or in TF32 for fp32, and states are in fp32.
         """
-        if self.name == "torch":
-            return chunk_mamba2_ssd(
-                *(x_THP, dt_TH, a_log_H, b_TGS, c_TGS),
-                d_H=d_H,
-                dt_bias_H=dt_bias_H,
-                cu_seqlens=cu_seqlens,
-                initial_state=initial_state,
+        if self.name != "fla":
+            chunks = self.ssd_chunks(
+                x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H=dt_bias_H, cu_seqlens=cu_seqlens
             )
+            return chunks.outputs(c_TGS, d_H=d_H, initial_state=initial_state)
         offsets, num_heads = PackOffsets.of(cu_seqlens), x_THP.shape[1]
         check_ssd_inputs("Kernels", offsets, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H)
         check_shape("Kernels: c", c_TGS, tuple(b_TGS.shape))
@@ -151,6 +162,145 @@ class Kernels:
             y_THP = skipped.to(x_THP.dtype)
         return y_THP, final
 
+    # -- the work inside chunks, for a summary and for outputs -------------------------------
+
+    @graph_break
+    def delta_chunks(
+        self,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        g_TH: Tensor,
+        beta_TH: Tensor,
+        *,
+        cu_seqlens: Sequence[int],
+    ) -> DeltaChunks | TritonChunks:
+        """What `DeltaChunks.of` makes, with the methods `summary` and `outputs`; same arguments.
+
+        No kernel of fla returns what a range of tokens does to a state, so with `fla` the kernels
+        of this package run.
+        """
+        offsets, tensors = PackOffsets.of(cu_seqlens), (k_TGK, v_THV, g_TH, beta_TH)
+        if self._is_torch(offsets):
+            return DeltaChunks.of(*tensors, cu_seqlens=offsets)
+        from pcomm.gdn_cp.ops.kernels import triton_recurrences
+
+        return triton_recurrences.delta_chunks(*tensors, cu_seqlens=offsets)
+
+    @graph_break
+    def ssd_chunks(
+        self,
+        x_THP: Tensor,
+        dt_TH: Tensor,
+        a_log_H: Tensor,
+        b_TGS: Tensor,
+        *,
+        dt_bias_H: Tensor,
+        cu_seqlens: Sequence[int],
+    ) -> SsdChunks | TritonChunks:
+        """What `SsdChunks.of` makes, with `summary` and `outputs`; see `delta_chunks`."""
+        offsets = PackOffsets.of(cu_seqlens)
+        tensors = (x_THP, dt_TH, a_log_H, b_TGS)
+        if self._is_torch(offsets):
+            return SsdChunks.of(*tensors, dt_bias_H=dt_bias_H, cu_seqlens=offsets)
+        from pcomm.gdn_cp.ops.kernels import triton_recurrences
+
+        return triton_recurrences.ssd_chunks(*tensors, dt_bias_H=dt_bias_H, cu_seqlens=offsets)
+
+    # -- what is around the cores ------------------------------------------------------------
+
+    @graph_break
+    def convolve_sections(
+        self,
+        x_TD: Tensor,
+        weight_DW: Tensor,
+        sections: Sequence[tuple[int, int]],
+        *,
+        cu_seqlens: Sequence[int],
+        bias_D: Tensor | None = None,
+        initial_halo: Tensor | None = None,
+        normalise: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """`causal_convolution`, cut into its sections.
+
+        Args:
+            x_TD: `[T, D]` inputs, any strides.
+            weight_DW: `[D, W]` filters; the last column meets the token itself.
+            sections: Number of heads and their width of each section; side by side they are `D`.
+            cu_seqlens: Offsets of the sequences, on the host; the last one is `T`.
+            bias_D: `[D]`, or nothing.
+            initial_halo: `[N, W - 1, D]`, the inputs before each sequence; zeros by default.
+            normalise: True if the first two sections are queries and keys, for
+                `normalise_queries_keys`.
+
+        Returns:
+            `[T, heads, width]` of each section, in the dtype of `x_TD`; queries and keys that are
+            normalised in fp32, or fp64 for fp64.
+
+        Raises:
+            LayoutError: The offsets fall, or do not end at `T`.
+            ConfigError: Weight, bias or halo of another shape.
+        """
+        offsets = PackOffsets.of(cu_seqlens)
+        if self._is_torch(offsets):
+            y_TD, _ = causal_convolution(
+                x_TD, weight_DW, cu_seqlens=offsets, bias_D=bias_D, initial_halo=initial_halo
+            )
+            parts = y_TD.split([heads * width for heads, width in sections], -1)
+            heads = [part.unflatten(-1, shape) for part, shape in zip(parts, sections, strict=True)]
+            if normalise:
+                heads[:2] = normalise_queries_keys(heads[0], heads[1])
+            return tuple(heads)
+        from pcomm.gdn_cp.ops.kernels.triton_convolution import Channels, convolved_sections
+
+        check_convolution("convolve_sections", offsets, x_TD, weight_DW, bias_D, initial_halo)
+        channels = [Channels(*shape) for shape in sections]
+        if normalise:
+            lengths = (sections[0][1] ** -0.5, 1.0)
+            channels[:2] = [c._replace(length=n) for c, n in zip(channels, lengths, strict=False)]
+        return convolved_sections(
+            x_TD,
+            weight_DW,
+            channels,
+            cu_seqlens=offsets,
+            bias_D=bias_D,
+            initial_halo=initial_halo,
+        )
+
+    def delta_gates(
+        self, a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`delta_gates` by these kernels; arguments and results are the same."""
+        if self.name == "torch" or not len(a_TH):
+            return delta_gates(a_TH, b_TH, a_log_H, dt_bias_H)
+        from pcomm.gdn_cp.ops.kernels import triton_gates
+
+        return triton_gates.delta_gates(a_TH, b_TH, a_log_H, dt_bias_H)
+
+    def rms_norm_then_gate(
+        self, x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float = 1e-6
+    ) -> Tensor:
+        """`rms_norm_then_gate` by these kernels; arguments and results are the same."""
+        if self.name == "torch" or not x.numel():
+            return rms_norm_then_gate(x, gate, weight_D, eps=eps)
+        from pcomm.gdn_cp.ops.kernels.triton_gates import gated_norm
+
+        return gated_norm(x, gate, weight_D, num_groups=1, eps=eps, gate_first=False)
+
+    def gate_then_rms_norm(
+        self, x: Tensor, gate: Tensor, weight_F: Tensor, *, num_groups: int = 1, eps: float = 1e-6
+    ) -> Tensor:
+        """`gate_then_rms_norm` by these kernels; arguments, results and errors are the same."""
+        if self.name == "torch" or not x.numel():
+            return gate_then_rms_norm(x, gate, weight_F, num_groups=num_groups, eps=eps)
+        from pcomm.gdn_cp.ops.kernels.triton_gates import gated_norm
+
+        check_groups(x, num_groups)
+        return gated_norm(x, gate, weight_F, num_groups=num_groups, eps=eps, gate_first=True)
+
+    def _is_torch(self, offsets: PackOffsets) -> bool:
+        """Whether torch computes; it also does where there are no tokens, and nothing to launch."""
+        return self.name == "torch" or not offsets[-1]
+
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "auto") -> Kernels:
     """The kernels for tensors of this dtype on this device.
@@ -158,30 +308,49 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "a
     Args:
         device: Device of the layer.
         dtype: Dtype of its values.
-        wanted: `auto`, or `torch` or `fla` to have just these.
+        wanted: `auto` for the first of `fla`, `triton` and `torch` that can run, or one of these to
+            have just it.
 
     Raises:
         ConfigError: `wanted` is none of these.
-        UnsupportedError: `fla` is wanted and cannot run here.
+        UnsupportedError: `fla` or `triton` is wanted and cannot run here.
     """
+    asked, needs = "choose_kernels", "Its kernels are written in Triton, for CUDA, up to 32 bits."
+    if wanted == "triton":
+        fix = "Install pcomm-gdn-cp[triton] and move the layer to a GPU"
+        _reason_for_torch(
+            asked, wanted, "triton", lambda: _own_obstacle(device, dtype), why=needs, fix=fix
+        )
+        return Kernels("triton", "asked for")
+    fix = "Install fla-core[cuda] and move the layer to a GPU"
     reason = _reason_for_torch(
-        "choose_kernels",
-        wanted,
-        "fla",
+        *(asked, wanted, "fla"),
         lambda: _fla_obstacle(device, dtype),
-        why="Its kernels are written in Triton, for CUDA and for up to 32 bits.",
-        fix="Install fla-core[cuda] and move the layer to a GPU",
+        why=needs,
+        fix=fix,
+        others=("triton",),
     )
-    if reason:
+    if not reason:
+        return Kernels("fla", f"installed, and values are {dtype} on {device.type}")
+    if wanted == "torch" or _own_obstacle(device, dtype):
         return Kernels("torch", reason)
-    return Kernels("fla", f"installed, and values are {dtype} on {device.type}")
+    return Kernels("triton", reason)
+
+
+def _own_obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the kernels of this package do not run, or an empty string."""
+    return _misfit(device, dtype) or ("" if find_spec("triton") else "triton is not installed")
+
+
+def _misfit(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type != "cuda":
+        return f"tensors are on {device.type}"
+    return "values are torch.float64" if dtype == torch.float64 else ""
 
 
 def _fla_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cuda":
-        return f"tensors are on {device.type}"
-    if dtype == torch.float64:
-        return "values are torch.float64"
+    if found := _misfit(device, dtype):
+        return found
     if not find_spec("fla"):
         return "flash-linear-attention is not installed"
     return _triton_obstacle(device)
@@ -327,7 +496,14 @@ def _packing_obstacle(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _reason_for_torch(
-    asked: str, wanted: str, name: str, obstacle: Callable[[], str], *, why: str, fix: str
+    asked: str,
+    wanted: str,
+    name: str,
+    obstacle: Callable[[], str],
+    *,
+    why: str,
+    fix: str,
+    others: Sequence[str] = (),
 ) -> str:
     """Reason why torch runs and not the code called `name`; empty if that code runs. Local.
 
@@ -338,12 +514,13 @@ def _reason_for_torch(
         obstacle: Finds the reason why the faster code cannot run; empty if it can.
         why: Sentence on what the faster code needs, for the error.
         fix: Way to meet these needs, for the error.
+        others: Names of other code, for the error.
 
     Raises:
         ConfigError: `wanted` is none of these.
         UnsupportedError: `name` is wanted and cannot run.
     """
-    names = ("auto", "torch", name)
+    names = ("auto", "torch", name, *others)
     if wanted not in names:
         raise ConfigError(
             f"{asked}: wanted={wanted!r}",

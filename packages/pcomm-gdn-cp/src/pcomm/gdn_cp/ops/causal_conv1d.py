@@ -27,7 +27,7 @@ from pcomm.gdn_cp.ops.entry import (
 )
 from pcomm.gdn_cp.pack_offsets import PackOffsets
 
-__all__ = ["boundary_indices", "causal_convolution", "convolution_step"]
+__all__ = ["boundary_indices", "causal_convolution", "check_convolution", "convolution_step"]
 
 
 @graph_break
@@ -58,21 +58,35 @@ def causal_convolution(
         LayoutError: The offsets fall, or do not end at `T`.
         ConfigError: Weight, bias or halo of another shape.
     """
-    asked, offsets = "causal_convolution", PackOffsets.of(cu_seqlens)
-    num_sequences, (num_channels, width) = len(offsets) - 1, weight_DW.shape
-    check_tokens(asked, offsets, x=x_TD)
-    check_shape(f"{asked}: x", x_TD, (len(x_TD), num_channels))
-    if bias_D is not None:
-        check_shape(f"{asked}: bias", bias_D, (num_channels,))
-    shape = (num_sequences, width - 1, num_channels)
+    offsets, (num_channels, width) = PackOffsets.of(cu_seqlens), weight_DW.shape
+    check_convolution("causal_convolution", offsets, x_TD, weight_DW, bias_D, initial_halo)
+    shape = (len(offsets) - 1, width - 1, num_channels)
     halo = x_TD.new_zeros(shape) if initial_halo is None else initial_halo.to(x_TD.dtype)
-    check_shape(f"{asked}: initial_halo", halo, shape)
     boundaries = offsets.derived(boundary_indices, width, x_TD.device)
     dtype = compute_dtype(x_TD)
     weight, bias = weight_DW.to(dtype), None if bias_D is None else bias_D.to(dtype)
     inputs = (x_TD.to(dtype), weight, bias, halo.to(dtype), boundaries)
     y: Tensor = apply_function(_Convolution, *inputs)
     return y.to(x_TD.dtype), _last_inputs(x_TD, halo, boundaries)
+
+
+def check_convolution(
+    asked: str,
+    offsets: PackOffsets,
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    halo_NPD: Tensor | None,
+) -> None:
+    """Inputs, filters, bias and halo are of one pack and have matching channels."""
+    num_channels, width = weight_DW.shape
+    check_tokens(asked, offsets, x=x_TD)
+    check_shape(f"{asked}: x", x_TD, (len(x_TD), num_channels))
+    if bias_D is not None:
+        check_shape(f"{asked}: bias", bias_D, (num_channels,))
+    if halo_NPD is not None:
+        shape = (len(offsets) - 1, width - 1, num_channels)
+        check_shape(f"{asked}: initial_halo", halo_NPD, shape)
 
 
 def convolution_step(

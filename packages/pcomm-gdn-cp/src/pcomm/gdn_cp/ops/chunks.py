@@ -29,7 +29,10 @@ from pcomm.gdn_cp.ops.entry import apply_function, check_shape, full_precision
 from pcomm.gdn_cp.pack_offsets import KeepsDerived, PackOffsets
 
 __all__ = [
+    "KERNEL_CHUNK",
     "ChunkLayout",
+    "ChunkTables",
+    "chunk_tables",
     "decay_from_start",
     "decay_to_end",
     "default_chunk",
@@ -42,6 +45,9 @@ __all__ = [
     "state_to_pack_order",
     "to_chunks",
 ]
+
+# Tokens of a chunk of the Triton kernels, which invert matrices of this size.
+KERNEL_CHUNK = 64
 
 
 def default_chunk(key_dim: int, *, is_corrected: bool) -> int:
@@ -186,6 +192,32 @@ def _indices(layout: ChunkLayout, device: torch.device) -> ChunkIndices:
     chunk_T, slot_T = place_of_T // chunk, place_of_T % chunk
     found = (tokens_MC, padding_MC, chunk_T, slot_T, order_N, order_N.argsort())
     return ChunkIndices(*(x.to(device) for x in found))
+
+
+class ChunkTables(NamedTuple):
+    """What the Triton kernels look up, int32; the chunks of a sequence lie side by side.
+
+    Args:
+        chunks_M4: First token of each chunk, the one behind its last, the one behind the last of
+            its sequence, and the sequence.
+        sequences_N4: First token of each sequence, the one behind its last, its first chunk, and
+            its number of chunks.
+    """
+
+    chunks_M4: Tensor
+    sequences_N4: Tensor
+
+
+def chunk_tables(offsets: tuple[int, ...], device: torch.device) -> ChunkTables:
+    """The tables of a pack on a device; kept by `PackOffsets.derived`."""
+    chunks, sequences = list[int](), list[int]()
+    for number, (start, stop) in enumerate(pairwise(offsets)):
+        firsts = range(start, stop, KERNEL_CHUNK)
+        sequences += (start, stop, len(chunks) // 4, len(firsts))
+        for first in firsts:
+            chunks += (first, min(first + KERNEL_CHUNK, stop), stop, number)
+    made = (torch.tensor(x, dtype=torch.int32).view(-1, 4) for x in (chunks, sequences))
+    return ChunkTables(*(x.to(device) for x in made))
 
 
 def to_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:

@@ -129,5 +129,8 @@ def apply_function(function: type[torch.autograd.Function], *inputs: Any) -> Any
 class _NotRecorded:
     """The context of a forward without a backward: it keeps nothing."""
 
-    def save_for_backward(self, *tensors: Tensor) -> None:
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Nothing."""
+
+    def set_materialize_grads(self, value: bool) -> None:
         """Nothing."""

@@ -16,6 +16,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.gdn_cp.ops.entry import compute_dtype
 
 __all__ = [
+    "check_groups",
     "gate_then_rms_norm",
     "l2_normalise",
     "normalise_queries_keys",
@@ -80,6 +81,19 @@ def gate_then_rms_norm(
     Source:
         `MambaRMSNormGated`, `transformers` 5.23.
     """
+    check_groups(x, num_groups)
+    dtype = compute_dtype(x)
+    gated = x.to(dtype) * F.silu(gate.to(dtype))
+    normed = _normed(gated.unflatten(-1, (num_groups, -1)), eps).flatten(-2)
+    return (weight_F * normed.to(x.dtype)).to(x.dtype)
+
+
+def check_groups(x: Tensor, num_groups: int) -> None:
+    """The features fall into so many groups.
+
+    Raises:
+        ConfigError: They do not.
+    """
     if x.shape[-1] % num_groups:
         raise ConfigError(
             f"gate_then_rms_norm: num_groups={num_groups}",
@@ -87,10 +101,6 @@ def gate_then_rms_norm(
             why="All groups have the same number of consecutive features.",
             fix="Use a number of groups that divides the features.",
         )
-    dtype = compute_dtype(x)
-    gated = x.to(dtype) * F.silu(gate.to(dtype))
-    normed = _normed(gated.unflatten(-1, (num_groups, -1)), eps).flatten(-2)
-    return (weight_F * normed.to(x.dtype)).to(x.dtype)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

@@ -158,6 +158,19 @@ class HeadShare:
         slices = [self._slice(p, share, dim) for p, share in zip(parts, shares, strict=True)]
         return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
 
+    def shapes(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Number of this rank's heads, and their width, of each of these sections.
+
+        Args:
+            names: The sections.
+
+        Raises:
+            ConfigError: No such section.
+        """
+        shares = [self._find(name) for name in names]
+        widths = [(share.width, share.section.head_width) for share in shares]
+        return [(width // of_head, of_head) for width, of_head in widths]
+
     def split(self, columns_TW: Tensor, names: Sequence[str]) -> list[Tensor]:
         """This rank's heads of sections that lie side by side, `[T, heads, head width]` each.
 

@@ -22,11 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.errors import LayoutError, UnsupportedError
-from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution
+from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
 from pcomm.gdn_cp.ops.entry import compute_dtype, graph_break
-from pcomm.gdn_cp.ops.gated_delta_rule import DeltaChunks
-from pcomm.gdn_cp.ops.mamba2_ssd import SsdChunks
-from pcomm.gdn_cp.ops.norms import normalise_queries_keys
 from pcomm.gdn_cp.plan import Plan
 from pcomm.gdn_cp.specs import GdnSpec, Mamba2Spec, Section, Spec
 
@@ -199,13 +196,12 @@ class RecurrentSocket:
             _num_parts(beta, dtype),
             _num_parts(g, dtype),
         )
-        plan, (q, k, v, b, a) = self._moved(spec, waiting, (beta, g))
-        if use_qk_l2norm_in_kernel:
-            q, k = normalise_queries_keys(q, k)
-        else:
+        gates, normalise = (beta, g), use_qk_l2norm_in_kernel
+        plan, kernels, (q, k, v, b, a) = self._moved(spec, waiting, gates, normalise=normalise)
+        if not normalise:
             q = q * q.shape[-1] ** -0.5
         offsets = plan.cu_seqlens_of(spec)
-        chunks = DeltaChunks.of(k, v, _whole(a), _whole(b), cu_seqlens=offsets)
+        chunks = kernels.delta_chunks(k, v, _whole(a), _whole(b), cu_seqlens=offsets)
         summary = chunks.summary() if plan.needs_summary(spec) else None
         y, _ = chunks.outputs(q, initial_state=plan.entry_states(spec, summary))
         return self._back(plan, spec, y), None
@@ -242,12 +238,12 @@ class RecurrentSocket:
             waiting.weight.shape[1],
             _num_parts(dt, waiting.x_tC.dtype),
         )
-        plan, (x, b, c, step) = self._moved(spec, waiting, (dt,))
+        plan, kernels, (x, b, c, step) = self._moved(spec, waiting, (dt,))
         share = plan.head_share(spec)
         # A is what the mixer made of its parameter: -exp(A_log).
         log, bias = (share.take(of_heads, "dt") for of_heads in ((-A).log(), dt_bias))
         offsets = plan.cu_seqlens_of(spec)
-        chunks = SsdChunks.of(x, _whole(step), log, b, dt_bias_H=bias, cu_seqlens=offsets)
+        chunks = kernels.ssd_chunks(x, _whole(step), log, b, dt_bias_H=bias, cu_seqlens=offsets)
         summary = chunks.summary() if plan.needs_summary(spec) else None
         skip = None if D is None else share.take(D, "dt")
         y, _ = chunks.outputs(c, d_H=skip, initial_state=plan.entry_states(spec, summary))
@@ -276,8 +272,8 @@ class RecurrentSocket:
         return waiting
 
     def _moved(
-        self, spec: Spec, waiting: _PutOff, gates: Sequence[Tensor]
-    ) -> tuple[Plan, list[Tensor]]:
+        self, spec: Spec, waiting: _PutOff, gates: Sequence[Tensor], *, normalise: bool = False
+    ) -> tuple[Plan, Kernels, list[Tensor]]:
         """The sections at the tokens and heads of the core, `[T, heads, width]`, convolved."""
         self.spec = spec
         assert self._plan_of is not None, "its forward runs within a batch only"
@@ -291,18 +287,21 @@ class RecurrentSocket:
         ]
         mixed, *others = plan.to_heads(spec, inputs, fused=3)
         share = plan.head_share(spec)
-        convolved, _ = causal_convolution(
+        kernels = choose_kernels(mixed.device, mixed.dtype)
+        convolved = kernels.convolve_sections(
             mixed,
             share.take(waiting.weight, names),
+            share.shapes(names),
             cu_seqlens=plan.cu_seqlens_of(spec),
             bias_D=None if waiting.bias is None else share.take(waiting.bias, names),
             initial_halo=plan.conv_halo(spec, mixed),
+            normalise=normalise,
         )
         apart = [
             x.unflatten(-1, (-1, section.head_width))
             for x, section in zip(others, spec.sections[3:], strict=True)
         ]
-        return plan, [*share.split(convolved, names), *apart]
+        return plan, kernels, [*convolved, *apart]
 
     def _back(self, plan: Plan, spec: Spec, y: Tensor) -> Tensor:
         """`[1, t, H, V]` of all heads."""

@@ -1,0 +1,71 @@
+"""Triton's interpreter for tests: kernels imported anew under it, and at the cost of one patch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+__all__ = ["interpreted", "patch_once"]
+
+
+@contextmanager
+def interpreted(names: Sequence[str]) -> Iterator[None]:
+    """Have these modules with kernels imported once more, with the interpreter on. Local.
+
+    Triton decides whether it interprets a kernel when that is imported.
+
+    Args:
+        names: Modules, each after those that it imports.
+    """
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime.interpreter import InterpretedFunction  # type: ignore[import-untyped]
+    from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+    patch_once()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        # Functions that Triton has written in its own language, such as `tl.sum`.
+        for name, function in list(vars(tl.standard).items()):
+            if isinstance(function, JITFunction):
+                own = InterpretedFunction(function.fn)
+                patch.setattr(tl.standard, name, own)
+                if getattr(tl, name, None) is function:
+                    patch.setattr(tl, name, own)
+        for name in names:
+            # Set before it is deleted, so that what is imported here goes when the tests are over;
+            # the package that holds a module refers to it, too.
+            package, _, leaf = name.rpartition(".")
+            patch.setattr(import_module(package), leaf, None, raising=False)
+            patch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        for name in names:
+            del sys.modules[name]
+        for name in names:
+            import_module(name)
+        yield
+
+
+def patch_once() -> None:
+    """Have the interpreter replace the functions of `triton.language` once for a kernel. Local.
+
+    It does so again for each function that a kernel calls, which takes as long as all the rest.
+    """
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+    patch = interpreter._patch_lang
+    if patch.__module__ == __name__:
+        return
+
+    def once(function: FunctionType) -> Any:
+        named = [m for m in function.__globals__.values() if isinstance(m, ModuleType)]
+        is_patched = not any(m in (tl, tl.core) and tl.core.is_builtin(m.load) for m in named)
+        return interpreter._LangPatchScope() if is_patched else patch(function)
+
+    interpreter._patch_lang = once

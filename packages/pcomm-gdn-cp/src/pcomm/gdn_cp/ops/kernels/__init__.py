@@ -1,0 +1,1 @@
+"""Triton kernels of the mixers, and what launches them; importing a module imports Triton."""

@@ -1,0 +1,198 @@
+"""The kernels around the recurrences, interpreted, against torch's form in fp64 and beside it.
+
+Convolution with norms of queries and keys, gates, time steps and gated norms: values and all
+gradients. What is read before it is written is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core_support.interpreter import interpreted
+from gdn_cp_bench.slow_decay import gradients, offsets
+from gdn_cp_support.kernels import MODULES, TORCH, TRITON, assert_each_as_accurate, in_double
+from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.core.testing.assertions import assert_equal, poisoned_memory
+
+Tensors = tuple[Tensor, ...]
+# Both sides of a chunk, of the tokens at a time, and of the width of the filter; nothing.
+LENGTHS = (1, 33, 0, 66, 2)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    with interpreted(MODULES), poisoned_memory():
+        yield
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def compare(
+    run: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor], num_terms: int
+) -> Tensors:
+    """`run(kernels, *leaves)` of ours, torch's, and torch's in fp64; ours."""
+
+    def results(kernels: Any, tensors: Sequence[Tensor]) -> Tensors:
+        outputs = run(kernels, *tensors)
+        return (*(x.detach() for x in outputs), *gradients(outputs, tensors))
+
+    ours, plain = (results(way, leaves) for way in (TRITON, TORCH))
+    # The interpreter cuts to bf16 where a GPU rounds, which is two roundings for one.
+    assert_each_as_accurate(ours, plain, results(TORCH, in_double(leaves)), 2 + num_terms)
+    return ours
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("width", "has_bias", "has_halo"), [(4, True, True), (4, False, False), (1, True, False)]
+)
+def test_convolution_and_norms_of_queries_and_keys(
+    dtype: torch.dtype, width: int, has_bias: bool, has_halo: bool
+) -> None:
+    sections = ((1, 6), (1, 6), (2, 5))
+    channels, cu = sum(heads * size for heads, size in sections), offsets(LENGTHS)
+    shapes = [(sum(LENGTHS), channels), (channels, width)]
+    shapes += [(channels,)] if has_bias else []
+    shapes += [(len(LENGTHS), width - 1, channels)] if has_halo else []
+
+    def run(kernels: Any, x: Tensor, weight: Tensor, *others: Tensor) -> Tensors:
+        found: Tensors = kernels.convolve_sections(
+            x,
+            weight,
+            sections,
+            cu_seqlens=cu,
+            bias_D=others[0] if has_bias else None,
+            initial_halo=others[-1] if has_halo else None,
+            normalise=True,
+        )
+        return found
+
+    ours = compare(run, drawn(*shapes, dtype=dtype), 12)
+    assert [x.dtype for x in ours[:3]] == [torch.float32, torch.float32, dtype]
+
+
+# More channels than a block, of a wide tensor; more chunks than programs with sums of their own.
+def test_many_channels_and_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pcomm.gdn_cp.ops.kernels import triton_convolution
+
+    def run(kernels: Any, x: Tensor, weight: Tensor) -> Tensors:
+        found: Tensors = kernels.convolve_sections(
+            x[:, 3:-1], weight, ((1, 129), (1, 128)), cu_seqlens=(0, 40, 41, 100)
+        )
+        return found
+
+    for most in (64, 2):
+        monkeypatch.setattr(triton_convolution, "_MOST_PARTS", most)
+        compare(run, drawn((100, 261), (257, 2)), 100)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
+    x, weight = drawn((40, 4), (4, 4))
+    changed = x.detach().clone()
+    changed[:5], changed[38:] = torch.nan, torch.inf
+    changed.requires_grad_()
+    outputs = [
+        TRITON.convolve_sections(y, weight, ((1, 4),), cu_seqlens=(0, 5, 38, 40))[0]
+        for y in (x, changed)
+    ]
+    assert_equal(outputs[1][5:38], outputs[0][5:38])
+    found = [gradients([o[5:38]], [y]) for o, y in zip(outputs, (x, changed), strict=True)]
+    assert_equal(found[1][0][5:38], found[0][0][5:38])
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [3, 4])
+def test_gates(dtype: torch.dtype, heads: int) -> None:
+    a, *others = drawn((700, heads), (700, heads), (heads,), (heads,), dtype=dtype)
+    # From where a softplus is an exponential to where it is its argument.
+    a = (12 * a.detach()).requires_grad_()
+
+    def run(kernels: Any, *tensors: Tensor) -> Tensors:
+        found: Tensors = kernels.delta_gates(*tensors)
+        return found
+
+    compare(run, (a, *others), 700)
+
+
+def test_time_steps_far_below_one_keep_their_digits() -> None:
+    from pcomm.gdn_cp.ops.kernels.triton_gates import time_steps_and_decays
+
+    dt = torch.linspace(-80, 30, 64)[:, None]
+    log, bias = torch.tensor([0.5]), torch.tensor([-2.0])
+    g, time = time_steps_and_decays(dt, log, bias)
+    exact = torch.nn.functional.softplus(dt.double() + bias.double(), threshold=800)
+    # An exponential of the argument, whose rounding it multiplies, and four operations.
+    allowed = torch.finfo(torch.float32).eps * (4 + dt.abs().double())
+    assert ((time - exact).abs() <= allowed * exact).all()
+    assert ((g + exact * log.double().exp()).abs() <= 2 * allowed * -g).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [8, 24])
+def test_norm_before_the_gate(dtype: torch.dtype, width: int) -> None:
+    x, gate, weight = drawn((30, 3, width), (30, 5, width), (width,), dtype=dtype)
+
+    def run(kernels: Any, x: Tensor, gate: Tensor, weight: Tensor) -> Tensors:
+        # The gate of a head lies among other projections.
+        return (kernels.rms_norm_then_gate(x, gate[:, 1:4], weight, eps=1e-5),)
+
+    compare(run, (x, gate, weight), 90)
+    rows = (y.detach()[0, 1] for y in (x, gate))
+    assert TRITON.rms_norm_then_gate(*rows, weight).shape == (width,)
+
+
+# A tile has many rows, one, and less than one row of the widest.
+@DTYPES
+@pytest.mark.parametrize(("num_groups", "width"), [(1, 24), (4, 24), (1, 2049)])
+def test_gate_before_the_norm(dtype: torch.dtype, num_groups: int, width: int) -> None:
+    leaves = drawn((5, width), (5, width), (width,), dtype=dtype)
+
+    def run(kernels: Any, *tensors: Tensor) -> Tensors:
+        return (kernels.gate_then_rms_norm(*tensors, num_groups=num_groups, eps=1e-5),)
+
+    compare(run, leaves, width)
+
+
+def test_programs_take_tiles_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pcomm.gdn_cp.ops.kernels import triton_gates
+
+    monkeypatch.setattr(triton_gates, "_MOST_PARTS", 2)
+    monkeypatch.setattr(triton_gates, "_TILE", 16)
+    monkeypatch.setattr(triton_gates, "_SUM_ROWS", 1)
+    compare(lambda way, *x: way.delta_gates(*x), drawn((40, 4), (40, 4), (4,), (4,)), 40)
+    norm = drawn((9, 8), (9, 8), (8,))
+    compare(lambda way, *x: (way.gate_then_rms_norm(*x),), norm, 9)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight = torch.zeros(8, 4), torch.zeros(4, 4)
+    with pytest.raises(LayoutError, match="x: 8 tokens, and cu_seqlens ends at 7"):
+        TRITON.convolve_sections(x, weight, ((1, 4),), cu_seqlens=(0, 7))
+    halo = torch.zeros(1, 2, 4)
+    with pytest.raises(ConfigError, match="initial_halo"):
+        TRITON.convolve_sections(x, weight, ((1, 4),), cu_seqlens=(0, 8), initial_halo=halo)
+    with pytest.raises(ConfigError, match="num_groups=3: 4 features"):
+        TRITON.gate_then_rms_norm(x, x, x[0], num_groups=3)
+
+
+def test_second_derivatives_are_refused() -> None:
+    a, b, log, bias = drawn((4, 2), (4, 2), (2,), (2,))
+    weight = torch.ones(2)
+    for output in (
+        TRITON.delta_gates(a, b, log, bias)[0],
+        TRITON.rms_norm_then_gate(a, b, weight),
+        TRITON.convolve_sections(a, torch.ones(2, 2), ((1, 2),), cu_seqlens=(0, 4))[0],
+    ):
+        (grad,) = torch.autograd.grad(output.square().sum(), a, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
