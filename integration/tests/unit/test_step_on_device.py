@@ -59,7 +59,7 @@ def test_logits_are_those_of_layers_apart(
 
 
 def test_ranks_that_share_a_model_add_up_before_they_norm(on_device: pytest.MonkeyPatch) -> None:
-    from pcomm.inference.launch import KernelLaunch
+    from pcomm.core.kernel_launch import KernelLaunch
 
     one, turn = model_of("A with everything", torch.float32), threading.Lock()
 
@@ -81,7 +81,7 @@ def test_ranks_that_share_a_model_add_up_before_they_norm(on_device: pytest.Monk
 
 
 def test_a_decode_of_attention_is_five_launches_a_layer(on_device: pytest.MonkeyPatch) -> None:
-    from pcomm.inference.launch import KernelLaunch
+    from pcomm.core.kernel_launch import KernelLaunch
 
     launched: list[str] = []
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.kernel_launch import KernelLaunch
+from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import chunk_tables
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")

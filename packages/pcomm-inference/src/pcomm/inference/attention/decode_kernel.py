@@ -30,10 +30,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.language.standard import _elementwise_max, _sum_combine  # type: ignore[import-untyped]
 
+from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.attention.scores import PLAIN, Softmax
 from pcomm.inference.attention.turn import HeadTurn
 from pcomm.inference.attention.turn_kernel import turn_arguments, turned
-from pcomm.inference.launch import DTYPES, KernelLaunch, dot, rounded
+from pcomm.inference.kernel_arithmetic import DTYPES, dot, rounded
 from pcomm.inference.model import KVMemory
 
 __all__ = ["decode_kernel", "decode_launch", "takes"]

@@ -15,8 +15,9 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
+from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.attention.turn import HeadTurn
-from pcomm.inference.launch import KernelLaunch, rounded
+from pcomm.inference.kernel_arithmetic import rounded
 from pcomm.inference.model import KVMemory
 
 __all__ = ["turn_arguments", "turn_launch", "turned"]

@@ -47,10 +47,11 @@ class PackedWeight:
 
     `F.linear` brings the weight into that layout in every call, which takes as long as the product
     of a few rows. A single row of many inputs is computed as two equal ones, and so is every one in
-    bf16 on a processor without AVX-512 BF16, or where `ONEDNN_MAX_CPU_ISA` leaves it out. Then the bits of a row depend on that row alone, but
-    for bf16 on a processor with AMX: there up to 32 rows have one order of sums, and more rows have
-    others, unless they are computed in blocks. In bf16 without AMX they are those of `F.linear` for
-    several rows of a matrix without gaps; elsewhere the two differ by rounding. Tested on x86.
+    bf16 on a processor without AVX-512 BF16, or where `ONEDNN_MAX_CPU_ISA` leaves that out. Then
+    the bits of a row depend on that row alone, but for bf16 on a processor with AMX: there up to 32
+    rows have one order of sums, and more rows have others, unless they are computed in blocks. In
+    bf16 without AMX they are those of `F.linear` for several rows of a matrix without gaps;
+    elsewhere the two differ by rounding. Tested on x86.
 
     Args:
         weight_OI: Weight `[O, I]`, bf16 or fp32 on a CPU; its numbers are copied.

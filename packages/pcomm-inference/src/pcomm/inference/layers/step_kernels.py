@@ -22,7 +22,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
-from pcomm.inference.launch import DTYPES, KernelLaunch, dot, rounded
+from pcomm.core.kernel_launch import KernelLaunch
+from pcomm.inference.kernel_arithmetic import DTYPES, dot, rounded
 from pcomm.inference.layers.norm import Norm
 
 __all__ = ["add_norm", "product", "swiglu", "takes_gate", "takes_product", "takes_rows"]

@@ -29,7 +29,8 @@ from triton.language.standard import (  # type: ignore[import-untyped]
     _sum_combine,
 )
 
-from pcomm.inference.launch import DTYPES, KernelLaunch
+from pcomm.core.kernel_launch import KernelLaunch
+from pcomm.inference.kernel_arithmetic import DTYPES
 from pcomm.inference.sampling.filters import UNITS
 from pcomm.inference.sampling.noise import DRAW_1, DRAW_2, UNIFORM_BITS, TokenNoise, row_keys
 from pcomm.inference.sampling.params import SamplingRow

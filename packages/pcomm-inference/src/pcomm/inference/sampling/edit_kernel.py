@@ -16,7 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from pcomm.inference.launch import KernelLaunch
+from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.sampling.filters import logit_edits
 from pcomm.inference.sampling.params import SamplingRow
 

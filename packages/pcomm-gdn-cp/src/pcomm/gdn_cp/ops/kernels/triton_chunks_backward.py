@@ -23,7 +23,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from pcomm.gdn_cp.kernel_launch import KernelLaunch
+from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.kernels.triton_chunks import (
     Local,
     Recurrence,

@@ -21,7 +21,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pcomm.gdn_cp.kernel_launch import KernelLaunch
+from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import KERNEL_CHUNK, ChunkTables, chunk_tables
 from pcomm.gdn_cp.ops.entry import apply_function, graph_break
 from pcomm.gdn_cp.ops.kernels.triton_gates import sum_launch

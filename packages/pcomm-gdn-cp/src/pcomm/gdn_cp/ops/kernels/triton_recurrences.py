@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from pcomm.gdn_cp.kernel_launch import KernelLaunch
+from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import ChunkTables, chunk_tables
 from pcomm.gdn_cp.ops.entry import apply_function, check_shape, graph_break
 from pcomm.gdn_cp.ops.gated_delta_rule import check_delta_inputs

@@ -1,7 +1,8 @@
 """A launch of a Triton kernel as an object of plain arguments.
 
 So the same launch can be made under Triton's interpreter, compiled where there is no GPU, and
-looked at. This file does not import Triton.
+looked at. The features' kernels are launched by it, but for those of pcomm-nvls, which needs none
+of Triton's host code in a call. This file does not import Triton.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class KernelLaunch:
     Args:
         kernel: Function that `triton.jit` made.
         grid: Number of programs along each dimension.
-        arguments: Arguments of the kernel, by name.
+        arguments: Arguments of the kernel by name; options of the compilation may be among them.
         device: Device of the tensors.
-        options: Options of the compilation, such as `num_warps`.
+        options: Further options of the compilation, such as `num_warps`.
     """
 
     kernel: Any

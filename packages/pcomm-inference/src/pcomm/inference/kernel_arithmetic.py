@@ -1,46 +1,23 @@
-"""What the Triton kernels of this package share: how they are launched, and their arithmetic.
+"""What the Triton kernels of this package share: dtypes and arithmetic.
 
 Importing this file imports Triton.
 """
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-__all__ = ["DTYPES", "INTERPRETED", "KernelLaunch", "dot", "rounded"]
+__all__ = ["DTYPES", "INTERPRETED", "dot", "rounded"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that kernels compute."""
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU."""
-
-
-class KernelLaunch(NamedTuple):
-    """A kernel, its grid and its arguments.
-
-    Args:
-        kernel: Function under `triton.jit`.
-        grid: Number of programs along each dimension.
-        arguments: Arguments of the kernel by name, and options of the launch.
-        device: Device of the tensors.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    device: torch.device
-
-    def run(self) -> None:
-        """Enqueue it on the current stream of its device."""
-        on_cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():
-            self.kernel[self.grid](**self.arguments)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
