@@ -36,7 +36,7 @@ MOST_SHARED = 227 << 10
 MOST_SPILLED = {
     "scan_kernel": 128,
     "back_through_scan_kernel": 384,
-    "collect_kernel": 640,
+    "collect_kernel": 832,
 }
 
 
@@ -133,11 +133,13 @@ def test_gated_delta_rule_of_qwen3_next_on_hopper(place: int) -> None:
 
 # The scans, and what collects, which has twice been too much for the compiler.
 @pytest.mark.parametrize("place", [1, 4, 5, 6])
-def test_recurrences_on_blackwell_with_products_in_tf32(
-    monkeypatch: pytest.MonkeyPatch, place: int
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    launch = recurrence_launches(64, is_corrected=place % 2 == 0)[place]
+def test_recurrences_on_blackwell_with_products_in_tf32(place: int) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        launch = recurrence_launches(64, is_corrected=place % 2 == 0)[place]
+    finally:
+        torch.set_float32_matmul_precision(before)
     assert launch.arguments.get("PRECISION", "tf32") == "tf32"
     check(launch, 100, spills=False)
 
