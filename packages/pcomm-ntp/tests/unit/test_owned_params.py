@@ -131,6 +131,29 @@ def _common(before: Owners, found: Owners, rank: int) -> int:
     return common
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_owners_of_replicas_of_different_degrees_are_level_from_the_start(
+    seed: int, copies: int
+) -> None:
+    """A rank holds parts of several ranks of another replica, and owns its share of each."""
+    generator = random.Random(seed)
+    topology = Topology({"dp": generator.randint(2, 6), "tp": generator.randint(2, 6)})
+    count = generator.randint(1, max(1, topology.world_size // 8))
+    failures = Failures.from_global_ranks(generator.sample(list(topology.ranks), count))
+    units, size = {"a": Units.columns(4000)}, {"a": UnitSizes("a", 4000, 1)}
+    made = plan(topology, failures, units, Policy(drops_replicas=True))
+    left = made.stage_ranks(min(set(topology.ranks) - made.topology.failed))
+    found = Owners.deal(made, left[0], size, Hosts.of(topology, copies))
+    for rank in left:
+        share = sum(
+            Fraction(min(copies, len(ranks)) * (stop - start), len(ranks))
+            for start, stop, ranks in holding_groups(made, left[0], size["a"])
+            if rank in ranks
+        )
+        assert found.elements(rank) <= share * Fraction(33, 32) + 2, rank
+
+
 def test_what_moves_after_a_death_is_what_the_dead_rank_owned() -> None:
     topology = Topology({"dp": 4, "tp": 1})
     hosts = Hosts.of(topology, 2)

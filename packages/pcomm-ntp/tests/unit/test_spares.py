@@ -141,6 +141,20 @@ def test_spares_begin_again_when_no_rank_is_left(reason, options, begins):
         one.close()
 
 
+def test_a_process_that_comes_back_to_no_rank_and_no_checkpoint_does_not_wait_for_others():
+    """Only a checkpoint could begin the job again, however many ranks come back."""
+    store = dist.HashStore()
+    first = [member_of(store, rank) for rank in (0, 1)]
+    for rank, one in enumerate(first):
+        one.enter()
+        tell_end(store, rank)
+    back = member_of(store, 0)
+    with pytest.raises(PeerError, match="No rank is left"):
+        back.enter()
+    for one in (*first, back):
+        one.close()
+
+
 def test_a_spare_has_no_rank_of_the_topology():
     with pytest.raises(ConfigError, match="Number spares from 2 on"):
         Session(dist.HashStore, Topology({"dp": 2, "tp": 1}), {}, None, rank=1, is_spare=True)

@@ -337,16 +337,18 @@ class _Part(NamedTuple):
         runs: The units, with the owners that stay.
         place_of: Place of each of the ranks.
         copies: Number of owners of each unit.
+        shares: Share of each of the ranks.
     """
 
     runs: list[OwnedRange]
     place_of: dict[int, _Place]
     copies: int
+    shares: Mapping[int, int]
 
     @classmethod
     def of(cls, ranks: Sequence[int], runs: list[OwnedRange], hosts: Hosts) -> _Part:
         place_of = _places(ranks, hosts)
-        return cls(runs, place_of, min(hosts.copies, len(set(place_of.values()))))
+        return cls(runs, place_of, min(hosts.copies, len(set(place_of.values()))), {})
 
     def within(self, runs: Iterable[OwnedRange]) -> list[OwnedRange]:
         """Those of `runs` that are cut from the units of this part."""
@@ -354,6 +356,14 @@ class _Part(NamedTuple):
             return []
         start, stop = self.runs[0].start, self.runs[-1].stop
         return [one for one in runs if start <= one.start < stop]
+
+    def owned(self) -> Counter[int]:
+        """Number of units that each rank owns."""
+        found = Counter[int]()
+        for one in self.runs:
+            for rank in one.owners:
+                found[rank] += one.stop - one.start
+        return found
 
     @property
     def length(self) -> int:
@@ -378,14 +388,14 @@ def _dealt(parts: Sequence[_Part], loads: Mapping[int, int]) -> list[OwnedRange]
     and another not, nothing moves that is somewhere already.
     """
     had, left, most = Counter[int](), Counter[int](), Counter[int]()
+    shares = list[dict[int, int]]()
     for part in parts:
-        own = Counter[int]()
-        for one in part.runs:
-            own.update(dict.fromkeys(one.owners, one.stop - one.start))
+        own = part.owned()
         # Those that have some keep what cannot be shared equally.
         order = sorted(part.place_of, key=lambda rank: (-own[rank], loads.get(rank, 0), rank))
         places = list(part.by_place().values())
-        left.update(_shares(part.copies * part.length, places, part.length, order))
+        shares.append(_shares(part.copies * part.length, places, part.length, order))
+        left.update(shares[-1])
         had.update(own)
         # The shares of each part are rounded up or down.
         most.update(dict.fromkeys(part.place_of, 1))
@@ -396,8 +406,10 @@ def _dealt(parts: Sequence[_Part], loads: Mapping[int, int]) -> list[OwnedRange]
     runs = _trimmed(runs, {rank: count for rank, count in over.items() if count > most[rank]})
     left.subtract({rank: min(had[rank], left[rank]) for rank in left})
     kept = [
-        part._replace(runs=[_apart(one, part.place_of, left) for one in part.within(runs)])
-        for part in parts
+        part._replace(
+            runs=[_apart(one, part.place_of, left) for one in part.within(runs)], shares=share
+        )
+        for part, share in zip(parts, shares, strict=True)
     ]
     # First where the fewest can take more than is missing.
     kept.sort(key=lambda part: sum(left[rank] for rank in part.place_of) - part.missing)
@@ -407,12 +419,15 @@ def _dealt(parts: Sequence[_Part], loads: Mapping[int, int]) -> list[OwnedRange]
 def _completed(part: _Part, left: dict[int, int], most: Mapping[int, int]) -> list[OwnedRange]:
     """Find the owners that are missing, first of all those with most left of their shares.
 
-    Where no rank that may own a unit has any left, one gets up to `most` units more than its share;
-    for what is beyond that, others take over units that it had.
+    That is of their shares of this part, as long as these do: the rest is for other parts. Then it
+    is of what they have left together. Where no rank that may own a unit has any left, one gets up
+    to `most` units more than its share; for what is beyond that, others take over units of it.
     """
     on_host, found = part.by_place(), list[OwnedRange]()
     # Hosts that get more. Where their shares do not do, the others get more than theirs.
     wanting = list(on_host)
+    had = part.owned()
+    of_part = {rank: share - had[rank] for rank, share in part.shares.items()}
     for one in sorted(part.runs, key=lambda own: (len(own.owners), own)):
         need = part.copies - len(one.owners)
         if need <= 0:
@@ -426,7 +441,15 @@ def _completed(part: _Part, left: dict[int, int], most: Mapping[int, int]) -> li
         if sum(min(length, shares[host]) for host in free) < need * length:
             free = [host for host in on_host if host not in taken]
         turn = length // (len(on_host) - len(taken))
-        found += _filled(one, need, [on_host[host] for host in free], left, turn)
+        able = {rank: min(left[rank], of_part[rank]) for rank in left if rank in of_part}
+        places = [on_host[host] for host in free]
+        if sum(min(length, sum(able[rank] for rank in own)) for own in places) < need * length:
+            able = left
+        for run in _filled(one, need, places, able, turn):
+            found.append(run)
+            for rank in set(run.owners).difference(one.owners):
+                left[rank] -= run.stop - run.start
+                of_part[rank] -= run.stop - run.start
     for rank in part.place_of:
         if left[rank] < -most[rank]:
             found = _relieved(found, rank, part.place_of, left)
@@ -523,23 +546,26 @@ def _trimmed(runs: Sequence[OwnedRange], excess: Mapping[int, int]) -> list[Owne
 
 
 def _filled(
-    run: OwnedRange, copies: int, free: Sequence[Sequence[int]], left: dict[int, int], turn: int
+    run: OwnedRange,
+    copies: int,
+    free: Sequence[Sequence[int]],
+    able: Mapping[int, int],
+    turn: int,
 ) -> Iterator[OwnedRange]:
-    """Give a range so many further owners, those with most left of their shares.
+    """Give a range so many further owners, first those that are able to own most.
 
     Each host gets one stretch, and these follow each other round and round; as none is longer than
     the range, no host has a unit twice. Each round begins `turn` units later, so that a host has
     another one beside it in each part of its stretch, and many take over what it had.
     """
     length = run.stop - run.start
-    by_host = _most_first(copies * length, [sum(left[r] for r in own) for own in free], length)
+    by_host = _most_first(copies * length, [sum(able[r] for r in own) for own in free], length)
     turn = turn if max(by_host) + turn <= length else 0
     at, begins, ends = 0, dict[int, list[int]](), dict[int, list[int]]()
     for own, amount in zip(free, by_host, strict=True):
         for rank, count in zip(
-            own, _most_first(amount, [left[r] for r in own], amount), strict=True
+            own, _most_first(amount, [able[r] for r in own], amount), strict=True
         ):
-            left[rank] -= count
             while count:
                 place = (at + at // length * turn) % length
                 step = min(count, length - place, length - at % length)

@@ -214,7 +214,7 @@ class Membership:
 
         Raises:
             PeerError: The last ranks have ended by errors of their own, which would come again;
-                or the spares cannot begin it.
+                or the spares, or anybody without a checkpoint, cannot begin it.
         """
         gone = self._ended(self.ranks)
         if not gone or self.records.decision(self.number) is not None:
@@ -224,7 +224,7 @@ class Membership:
         is_possible = self._are_enough is not None and self._are_enough(proposal.ranks)
         if is_possible and not has_failed:
             self.records.decide(self.number, proposal)
-        elif has_failed or self._is_spare:
+        elif has_failed or self._is_spare or self._are_enough is None:
             raise PeerError(
                 f"Session: rank {self.rank} joins",
                 found="; ".join(f"rank {rank}: {reason}" for rank, reason in gone.items()),
