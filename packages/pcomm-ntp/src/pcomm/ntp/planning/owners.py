@@ -3,9 +3,9 @@
 A range of units that several ranks hold is cut among them, so that each unit has as many owners as
 there are copies: on different hosts, as far as there are so many, else on different ranks. An owner
 has the state of its units, and computes their step; the others that hold them get the weights. Who
-owned a unit and still holds it goes on to own it, as far as no rank owns an eighth more than its
-share of a parameter: what moves after a death is what the dead had, and what a rank that is cut
-anew no longer holds.
+owned a unit and still holds it goes on to own it: nothing moves because a rank owns up to an eighth
+more than its share of a parameter. What moves after a death is what the dead had, and what a rank
+that is cut anew no longer holds.
 """
 
 from __future__ import annotations
@@ -546,11 +546,7 @@ def _trimmed(runs: Sequence[OwnedRange], excess: Mapping[int, int]) -> list[Owne
 
 
 def _filled(
-    run: OwnedRange,
-    copies: int,
-    free: Sequence[Sequence[int]],
-    able: Mapping[int, int],
-    turn: int,
+    run: OwnedRange, copies: int, free: Sequence[Sequence[int]], able: Mapping[int, int], turn: int
 ) -> Iterator[OwnedRange]:
     """Give a range so many further owners, first those that are able to own most.
 
