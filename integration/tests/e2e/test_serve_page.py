@@ -34,6 +34,14 @@ def page(tmp_path: Path) -> Iterator[Page]:
             page.close()
 
 
+def test_the_browser_finds_no_fault_with_the_page(page):
+    faults = []
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+    page.reload()
+    page.locator("#model", has_text="tiny").wait_for()
+    assert faults == []
+
+
 def test_a_conversation_and_its_metrics(page):
     # A name is text, whatever it looks like.
     page.locator("#model", has_text=re.compile("^<b>tiny</b>$")).wait_for()
@@ -56,10 +64,15 @@ def test_a_conversation_and_its_metrics(page):
     page.click("#server summary")
     rows = page.locator("#metrics tr")
     rows.filter(has_text=re.compile("^written tokens[1-9]")).wait_for()
-    # An error of the server is shown, and the page goes on.
+    # An error of the server is shown, above the form in a low window, too, and the page goes on.
+    page.set_viewport_size({"width": 1000, "height": 400})
+    page.evaluate("scrollTo(0, 0)")
     page.fill("#prompt", "x" * 2000)
     page.click("#send")
     assert "context" in page.locator(".error").text_content()
+    page.locator("#send:enabled").wait_for()
+    edges = [page.locator(one).bounding_box() for one in (".error", "#form")]
+    assert edges[0]["y"] + edges[0]["height"] <= edges[1]["y"]
     page.click("#clear")
     assert page.evaluate("[conversation.length, by('messages').children.length]") == [0, 0]
     # Stop ends the text at once: the button works again, and nothing runs on.

@@ -266,6 +266,8 @@ def test_arguments_of_a_model_in_memory(phi3):
         ({"path": phi3, **both}, "path and model"),
         ({"model": model}, "None"),
         ({**both, "tokenizer": "gpt2"}, "a str"),
+        ({**both, "tokenizer": tokenizer.backend_tokenizer}, "tokenizer_object"),
+        ({"model": str(phi3)}, f"Write LLM({str(phi3)!r})"),
         ({**both, "model": torch.nn.Linear(2, 2)}, "no model of transformers"),
         ({**both, "dtype": "bfloat16"}, "stays as it is"),
         ({**both, "ranks": 2}, "2 ranks"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from integration_support.short_runs import run_words, write_words
@@ -20,6 +22,7 @@ from pcomm.integration.config.toml import apply_overrides, load_config
 from pcomm.integration.train.resilient import cause
 from pcomm.integration.train.run_folder import hold_folder, share_folder
 from pcomm.ntp import StateLostError, StoreLostError
+from pcomm.ntp.redistribute import Moved
 from pcomm.ntp.session import Transition
 
 LENGTHS = ("sequence_length", "global_batch_tokens", "micro_batch_tokens")
@@ -41,7 +44,11 @@ def transition(reason: str, ranks: tuple[int, ...], gone: dict[int, str]) -> Tra
 def test_a_generation_is_explained_by_its_ranks(reason, ranks, gone, expected):
     first = transition("the job starts", (0, 1, 2), {})
     assert cause([first]) == "the job starts"
-    assert cause([first, transition(reason, ranks, gone)]) == expected
+    later = replace(transition(reason, ranks, gone), generation=1, moved=Moved(8, 8, 8, 1))
+    assert cause([first, later]) == expected
+    lost = cause([first, replace(later, moved=None)])
+    assert lost.startswith(expected) == (expected != reason)
+    assert lost.endswith("gone back to this step")
 
 
 def test_a_full_disk_is_told_without_a_traceback(tmp_path):

@@ -160,6 +160,20 @@ def test_torchrun_is_told_and_shows_the_first_cause(
     assert capsys.readouterr().err.startswith("ConfigError: asked: found")
 
 
+def test_an_error_is_seen_though_torchrun_starts_the_process_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torchrun reports the error of the last attempt alone."""
+    logs.configure("info", 0)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for count, is_last in (("0", False), ("1", False), ("2", True)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        logs.tell_error(CONFIG)
+        said = capsys.readouterr().err
+        assert said == ("" if is_last else "ConfigError: asked: found\nwhy\nfix\n")
+
+
 def test_importing_every_module_configures_nothing() -> None:
     # In a process of its own, because pytest has attached handlers to this one. Modules are
     # imported for the first time there, and torch before them: what torch does is its own.

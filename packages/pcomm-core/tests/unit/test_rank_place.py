@@ -156,6 +156,9 @@ def test_a_store_listens_at_the_address_that_is_asked_for_alone():
     socket.create_connection(("127.0.0.2", everywhere.port)).close()
     with pytest.raises(ConfigError, match=r"a store at 192\.0\.2\.1:0"):
         open_store("192.0.2.1", 0)
+    for port in (2**16, 2**16 + 29500, -1):
+        with pytest.raises(ConfigError, match=f"{port} is no port"):
+            open_store("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -239,8 +239,8 @@ class ParallelConfig:
     back; its rows come in a later step, and a run of as many steps reads fewer tokens."""
 
     copies: Size = 2
-    """With `--resilient` and `data = shard`, replicas that have each part of the optimizer's state.
-    A death costs no step while one of them is left."""
+    """With `--resilient` and `data = shard`, ranks that have each part of the optimizer's state, on
+    different hosts where there are as many. A death costs no step while one of them is left."""
 
 
 @section("train")

@@ -151,12 +151,15 @@ def adopt(model: object, tokenizer: object) -> LoadedForeign:
     """
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(rust, tokenizers.Tokenizer):
+        fix = "Pass `tokenizer=AutoTokenizer.from_pretrained(NAME)` of transformers."
+        if isinstance(tokenizer, tokenizers.Tokenizer):
+            fix = "Pass `PreTrainedTokenizerFast(tokenizer_object=...)` of transformers around it."
         raise ConfigError(
             "LLM: tokenizer",
             found="None" if tokenizer is None else f"a {type(tokenizer).__name__}",
-            why="Text becomes tokens by a tokenizer of the library `tokenizers`, and a model in "
-            "memory has none of its own.",
-            fix="Pass `tokenizer=AutoTokenizer.from_pretrained(NAME)` of transformers.",
+            why="A model in memory has no tokenizer of its own, and that of transformers says "
+            "which tokens end a text.",
+            fix=fix,
         )
     adapter = ForeignModel(model)  # type: ignore[arg-type]  # which is what it checks first
     own = tokenizers.Tokenizer.from_str(rust.to_str())

@@ -448,6 +448,14 @@ def _check_in_memory(
             why="A folder has its tokenizer with it, and a model in memory is given with one.",
             fix="Give the path of a folder, or `model=` and `tokenizer=`.",
         )
+    if isinstance(model, str | Path):
+        raise ConfigError(
+            f"LLM(model={str(model)!r})",
+            found="a path in place of a model of transformers",
+            why="`model` is a model in memory. A folder is the first argument; the name of a model "
+            "on a hub is none, since nothing is downloaded.",
+            fix=f"Write LLM({str(model)!r}).",
+        )
     own = getattr(model, "device", None)
     if dtype is not None or (device.type != "cpu" and device != own):
         raise ConfigError(

@@ -71,7 +71,10 @@ FIELDS: Mapping[str, RowField] = MappingProxyType(
             "speed/mfu", "Share of `train.peak_tflops` that the last 20 steps reached, 0 to 1."
         ),
         "memory_mib": RowField("memory/memory_mib", "MiB in use on the first rank after the step."),
-        "peak_memory_mib": RowField("memory/peak_memory_mib", "The most MiB that it ever had."),
+        "peak_memory_mib": RowField(
+            "memory/peak_memory_mib",
+            "The most MiB that it ever had; on a CPU also while it read and encoded the text.",
+        ),
         "bits_per_byte": RowField(
             "eval/bits_per_byte", "In a row of its own: bits per byte of the text held out."
         ),

@@ -368,6 +368,8 @@ def cause(transitions: Sequence[Transition]) -> str:
         # A process may take the place of one that has just died.
         stayed = set(transitions[-2].ranks).difference(last.gone)
         found += [f"rank {rank} joins" for rank in last.ranks if rank not in stayed]
+    if last.generation and last.moved is None:
+        found.append("some of the state was lost, so all have gone back to this step")
     return ", ".join(found) or last.reason or "the beginning"
 
 

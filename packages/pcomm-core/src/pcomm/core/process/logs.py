@@ -182,8 +182,8 @@ def tell_error(error: PcommError) -> None:
     """Say why a command ends: on stderr, in its log file, and to torchrun, which says it last.
 
     Torchrun prints the errors of its processes when all have ended, below a traceback of its own;
-    it is told in place of stderr, so that the text is there once. An error of another rank counts
-    as later than that one.
+    it is told in place of stderr, so that the text is there once. Of a process that it starts again
+    it prints none, so stderr is told. An error of another rank counts as later than that one.
     """
     text = f"{type(error).__name__}: {error}"
     record = logging.LogRecord("pcomm", logging.ERROR, "", 0, "%s", (text,), None)
@@ -197,10 +197,18 @@ def tell_error(error: PcommError) -> None:
         print(text, file=sys.stderr)
 
 
+def _is_started_again() -> bool:
+    """Whether torchrun starts this process again, and forgets with what error it has ended."""
+    starts = [
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    ]
+    return all(map(str.isdecimal, starts)) and int(starts[0]) < int(starts[1])
+
+
 def _tell_launcher(text: str, *, is_consequence: bool) -> bool:
     """Leave an error where torchrun looks for it; False where nobody does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
+    if not path or _is_started_again():
         return False
     told_at = int(time.time()) + is_consequence
     # What another rank has met is told there in whole.

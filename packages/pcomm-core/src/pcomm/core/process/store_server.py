@@ -39,6 +39,9 @@ def open_store(host: str, port: int) -> dist.TCPStore:
     import torch.distributed as dist
 
     try:
+        if not 0 <= port < 2**16:
+            # The system may take the lower 16 bits of it for the port.
+            raise OverflowError(f"{port} is no port")
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
