@@ -17,7 +17,7 @@ __all__ = ["compiled", "load_kernels", "resources"]
 
 # Each after those that it imports.
 _MODULES = (
-    "launch",
+    "kernel_arithmetic",
     "attention.turn_kernel",
     "attention.decode_kernel",
     "layers.step_kernels",

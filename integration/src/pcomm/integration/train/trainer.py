@@ -102,7 +102,7 @@ class Trainer:
             self.replicas.named_parameters(), kinds, config.train
         )
         self.rewarm: Rewarm | None = None
-        self._inputs = ReadAhead(batches) if model.device.type == "cuda" else batches
+        self._ahead = ReadAhead(batches) if model.device.type == "cuda" else None
         self._place = place_of(config, groups, plan)
         self._tp = groups["tp"].collectives
         self._has_compared = groups["cp"].is_identity or not compares
@@ -196,7 +196,7 @@ class Trainer:
         for micro in range(num_micro):
             start = time.perf_counter()
             with record_function("data"):
-                batch = self._inputs.batch(
+                batch = (self._ahead or self.batches).batch(
                     index, micro=micro, dp_rank=replica, dp_size=num_replicas, shares=shares
                 )
             self._speed.data_s += time.perf_counter() - start
