@@ -25,11 +25,13 @@ def interpreted(names: Sequence[str]) -> Iterator[None]:
     """
     pytest.importorskip("triton", reason="triton has wheels for Linux only")
     import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
     from triton.runtime.interpreter import InterpretedFunction  # type: ignore[import-untyped]
     from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-    patch_once()
-    with pytest.MonkeyPatch.context() as patch:
+    with _unpatched_afterwards(tl), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", interpreter._patch_lang)
+        patch_once()
         patch.setenv("TRITON_INTERPRET", "1")
         # Functions that Triton has written in its own language, such as `tl.sum`.
         for name, function in list(vars(tl.standard).items()):
@@ -49,6 +51,18 @@ def interpreted(names: Sequence[str]) -> Iterator[None]:
         for name in names:
             import_module(name)
         yield
+
+
+@contextmanager
+def _unpatched_afterwards(tl: Any) -> Iterator[None]:
+    """Give the language its own functions back, with which later tests compile kernels."""
+    places = [tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base]
+    own = [dict(vars(place)) for place in places]
+    yield
+    for place, names in zip(places, own, strict=True):
+        for name, value in names.items():
+            if vars(place).get(name) is not value:
+                setattr(place, name, value)
 
 
 def patch_once() -> None:
