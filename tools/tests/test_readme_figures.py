@@ -220,7 +220,7 @@ def test_claims_are_those_of_the_rows():
     page = (ROOT / "docs" / "benchmarks" / "index.md").read_text()
     _, table = page.split("<!-- claims -->\n\n")
     lines = [cells(line) for line in table.split("\n\n")[0].splitlines()[2:]]
-    assert len(lines) == len(claims()) == 15
+    assert lines
     for claim, (says, ours, theirs, machine, again) in zip(claims(), lines, strict=True):
         assert says == claim["says"]
         for shown, (name, *key) in ((ours, claim["ours"]), (theirs, claim["theirs"])):
@@ -234,7 +234,8 @@ def test_claims_are_those_of_the_rows():
         words = again.strip("`").split()
         folder = words[-1].replace("-", "_") + "_bench"
         is_command = words[:2] == ["pcomm", "bench"] and folder in BENCHMARKS
-        assert is_command or (ROOT / words[0]).is_file(), says
+        is_script = words[0] == "python" and (ROOT / words[1]).is_file()
+        assert is_command or is_script or (ROOT / words[0]).is_file(), says
 
 
 def test_missed_goals_are_counted_at_the_top_of_the_benchmarks():

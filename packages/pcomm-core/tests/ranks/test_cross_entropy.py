@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from core_support.dispatch_modes import NestedModes
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
@@ -166,13 +167,17 @@ def test_a_chunk_of_the_logits_is_wide_at_once(
     # Values of targets are not compared where there are none.
     monkeypatch.setattr(cross_entropy, "check_ids", lambda *_, **__: None)
 
+    nested = NestedModes(num_ranks)
+
     def on_rank(collectives: Collectives) -> None:
+        found = Largest()
         logits_Tv = torch.zeros(
             4 * rows, num_own, dtype=torch.bfloat16, device=device, requires_grad=True
         )
         targets_T = torch.zeros(4 * rows, dtype=torch.int64, device=device)
         layout = Layout.even(num_own * num_ranks, num_ranks)
-        with Largest() as found, torch.autograd.set_multithreading_enabled(False):
+        single_thread = torch.autograd.set_multithreading_enabled(False)
+        with nested(collectives.rank, found), single_thread:
             loss_T = vocabulary_parallel_cross_entropy(logits_Tv, targets_T, layout, collectives)
             torch.autograd.grad(loss_T, logits_Tv, torch.ones_like(loss_T))
         assert found.most == {torch.float32: num_bytes, torch.bfloat16: 2 * logits_Tv.numel()}

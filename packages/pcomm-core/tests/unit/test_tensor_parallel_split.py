@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core_support.dispatch_modes import NestedModes
 from core_support.split_layers import LayerCase
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
@@ -183,11 +184,14 @@ LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_only_the_shard_of_a_rank_is_allocated(kind: str) -> None:
+    nested = [NestedModes(2) for _ in range(2)]
+
     def on_rank(collectives: Collectives) -> tuple[int, int]:
         found = list[int]()
         options: dict[str, Any]
-        for options in ({}, {"initialise": False}):
-            with Allocated() as allocated:
+        for options, one in zip(({}, {"initialise": False}), nested, strict=True):
+            allocated = Allocated()
+            with one(collectives.rank, allocated):
                 layer = LAYERS[kind](collectives, dtype=torch.bfloat16, **options)
             found.append(allocated.largest)
             assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from core_support.dispatch_modes import NestedModes
 from gdn_cp_support.planned_mixers import CHUNK, mixer, weights_of
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Spec, make_plan
@@ -82,29 +82,15 @@ class Waiting(TorchDispatchMode):
 @pytest.mark.parametrize(("spec", "strategy"), CASES)
 def test_a_step_reads_no_value_on_the_host(spec: Spec, strategy: str) -> None:
     ready = steps(spec, strategy, "cpu")
-    entered, left = ([Event() for _ in range(SIZE + 1)] for _ in range(2))
-    entered[0].set()
-    left[SIZE].set()
+    nested = NestedModes(SIZE)
 
     def on_rank(collectives: VirtualCollectives) -> list[str]:
-        # Torch notes for all threads together whether a mode is on, and each mode restores what it
-        # found. If they did not leave in the opposite order, Dynamo would compile nothing from now
-        # on.
-        rank = collectives.rank
-        entered[rank].wait()
-        try:
-            with Waiting() as waiting:
-                entered[rank + 1].set()
-                try:
-                    ready[rank]()
-                finally:
-                    left[rank + 1].wait()
-        finally:
-            left[rank].set()
+        waiting = Waiting()
+        with nested(collectives.rank, waiting):
+            ready[collectives.rank]()
         return waiting.found
 
     assert run_virtual(on_rank, SIZE) == [[]] * SIZE
-    assert not is_in_torch_dispatch_mode()
 
 
 def test_the_check_sees_a_value_that_is_read() -> None:
