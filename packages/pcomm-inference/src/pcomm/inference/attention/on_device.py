@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from pcomm.inference.attention.scores import PLAIN, Softmax, attend_rows
 from pcomm.inference.attention.turn import HeadTurn
@@ -215,6 +214,9 @@ def _chunk(
     k_1GLK, v_1GLV = (one.transpose(0, 1).unsqueeze(0) for one in (k_LGK, v_LGV))
     num_heads, num_groups, num_keys = q_tHK.shape[1], k_1GLK.shape[1], k_1GLK.shape[2]
     if softmax.is_plain and (window is None or context + num_new <= window):
+        # It imports Torch's compiler, which takes as long as Torch itself.
+        from torch.nn.attention.bias import causal_lower_right
+
         mixed_1HtV = F.scaled_dot_product_attention(
             q_tHK.transpose(0, 1).unsqueeze(0),
             k_1GLK,
