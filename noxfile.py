@@ -193,11 +193,11 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def isolated(session: nox.Session) -> None:
-    """Install each wheel alone, away from the sources, and run its unit tests and some on ranks.
+    """Install each wheel alone, away from the sources, and run some of its tests.
 
     What a wheel lacks, or asks for and does not declare, shows when a test imports it or what it
-    tests; so all are collected, and of each unit test one case is run. What the other cases find
-    in numbers does not depend on where the package was installed.
+    tests; so all are collected, and one of each file of unit tests is run, with some on ranks. What
+    the others find in numbers does not depend on where the package was installed.
     """
     install_once(session, lambda: pip_install(session, *group("build"), "torch", "pytest-xdist"))
     build_into_dist(session)
@@ -264,6 +264,7 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
         plugins = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(beside)])}
         # Every test is imported, also those that only the session `tests` runs.
         options += [word for place in chosen for word in ("--only-in", place)]
+        options += ["--one-of-each-file", "tests/unit"]
         session.run("python", "-P", *pytest, *options, "tests", env=plugins)
 
 

@@ -1,7 +1,8 @@
 """A plugin of pytest: one case of each test, and few examples of those that hypothesis makes.
 
-`nox -s isolated` runs the tests of an installed wheel with it, where they only have to reach all
-code. The session `tests` runs every case.
+`nox -s oldest` and `newest` run some files with it, and `nox -s isolated` the tests of an installed
+wheel, of which it takes one of each file: importing the file needs nearly all that the wheel must
+bring. The session `tests` runs every case.
 """
 
 from __future__ import annotations
@@ -16,19 +17,28 @@ settings.register_profile(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--only-in`: what is run of the files that are imported."""
+    """`--only-in` and `--one-of-each-file`: what is run of the files that are imported."""
     parser.addoption(
         "--only-in", action="append", default=[], metavar="PATH", help="run no tests elsewhere"
+    )
+    parser.addoption(
+        "--one-of-each-file",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="run the first test of each file there, and one case of each test elsewhere",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all but the first case of each test, and what lies elsewhere."""
+    """Deselect all but the first case of each test, or file, and what lies elsewhere."""
     places = tuple(config.getoption("--only-in")) or ("",)
+    by_file = tuple(config.getoption("--one-of-each-file"))
     first: dict[str, pytest.Item] = {}
     for item in items:
         if item.nodeid.startswith(places):
-            first.setdefault(item.nodeid.partition("[")[0], item)
+            end = "::" if item.nodeid.startswith(by_file) else "["
+            first.setdefault(item.nodeid.partition(end)[0], item)
     kept = set(first.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

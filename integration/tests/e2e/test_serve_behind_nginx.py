@@ -95,6 +95,7 @@ def ask(url: str, place: int, texts: list[str], ends: threading.Event) -> tuple[
     return num_asked, num_parts
 
 
+@pytest.mark.soak
 def test_a_server_restarts_while_clients_send_and_no_request_is_lost(
     tmp_path: Path, start: Callable[..., Popen[str]], started: Programs
 ) -> None:

@@ -391,7 +391,13 @@ def test_words_of_a_chat_are_no_messages_and_unknown_ones_are_refused(run, monke
     assert not_alone.startswith("/exit: it stands alone on its line.")
 
 
-@pytest.mark.parametrize("leave", [b"\x04", b"/exit\n"], ids=["Ctrl-D", "/exit"])
+@pytest.mark.parametrize(
+    "leave",
+    [
+        pytest.param(b"\x04", id="Ctrl-D"),
+        pytest.param(b"/exit\n", id="/exit", marks=pytest.mark.soak),
+    ],
+)
 def test_a_chat_at_a_terminal_says_how_it_is_used_and_left(leave, run, start):
     ours, theirs = os.openpty()
     options = ["--max-tokens", "3", "--memory-mib", "4"]

@@ -87,7 +87,15 @@ def by_kubernetes(host: int) -> tuple[list[str], dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize("launcher", [by_torchrun, by_slurm, by_kubernetes])
+@pytest.mark.parametrize(
+    "launcher",
+    # They differ in the names of variables, which unit tests read.
+    [
+        by_torchrun,
+        pytest.param(by_slurm, marks=pytest.mark.soak),
+        pytest.param(by_kubernetes, marks=pytest.mark.soak),
+    ],
+)
 def test_two_hosts_train_what_one_process_does(
     launcher: Callable[[int], tuple[list[str], dict[str, str]]],
     network: RatedNetwork,

@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-SHORT = ("replicas", "two copies with tp")
+SHORT = ("two copies with tp",)
 
 
 @pytest.mark.parametrize(

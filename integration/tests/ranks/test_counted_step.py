@@ -31,6 +31,7 @@ ALONE = {
     "tied, with experts": tiny_config(model={**SIZES, **EXPERTS, "tie_embeddings": True}, **TRAIN),
     "weights are most": tiny_config(model={**SIZES, "width": 256}, sequence_length=16),
 }
+SHORT = ("all mixers in bf16", "weights are most")
 ON_TWO = {
     "replicas": ParallelConfig(),
     "zero 3": ParallelConfig(data="shard"),
@@ -89,8 +90,8 @@ def check(config: Config, tokens: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    # The others have attention, too.
-    [pytest.param(case, marks=[pytest.mark.soak] * (case == "attention")) for case in ALONE],
+    # Of micro-batches and of experts, too, with the long tests.
+    [pytest.param(case, marks=[pytest.mark.soak] * (case not in SHORT)) for case in ALONE],
 )
 def test_memory_alone(tokens, case):
     check(ALONE[case], tokens)

@@ -13,6 +13,7 @@ from serving_bench.command import command
 from serving_bench.settings import PARTS, QUICK
 
 
+@pytest.mark.soak
 def test_rows_of_every_part_name_what_they_are_compared_with_and_no_token_is_lost(tmp_path):
     for package in ("transformers", "matplotlib", "fastapi", "uvicorn", "prometheus_client"):
         pytest.importorskip(package, reason="the benchmark stands on it")

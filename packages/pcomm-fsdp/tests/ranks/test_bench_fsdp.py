@@ -16,6 +16,7 @@ from pcomm.core.cli import main
 SHARE = 512 * 512 * 4 / 2 / (1 << 20)
 
 
+@pytest.mark.soak
 def test_the_command_measures_prints_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,7 +111,9 @@ def test_equal_to_one_process(rank: int, form: str) -> None:
     follow_frozen(rank, form, "eager")
 
 
-@pytest.mark.parametrize("form", AOT)
+@pytest.mark.parametrize(
+    "form", [pytest.param(one, marks=[pytest.mark.soak] * (one != AOT[0])) for one in AOT]
+)
 @ranks(2, leaves=LEFT)
 def test_equal_to_one_process_with_compiled_backward(rank: int, form: str) -> None:
     """Autograd gets one node for all of a graph, which saves other tensors."""

@@ -65,7 +65,9 @@ def spied(group: Group) -> tuple[Group, SpyCollectives]:
     return group.with_collectives(spy), spy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak)]
+)
 @ranks(2)
 def test_bits_are_those_of_fsdp2_as_shipped(rank: int, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -140,6 +140,7 @@ def test_equal_to_one_process_or_refused(rank: int) -> None:
         check(rank, 2, update)
 
 
+@pytest.mark.soak
 @ranks(3)
 def test_equal_to_one_process_or_refused_on_three_ranks(rank: int) -> None:
     for update in (adam, *REFUSED):

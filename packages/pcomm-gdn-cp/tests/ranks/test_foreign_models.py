@@ -76,6 +76,7 @@ def test_three_ranks(rank: int) -> None:
     check("gpt_oss", (7, 20), layout="contiguous")
 
 
+@pytest.mark.soak
 @ranks(4)
 def test_four_ranks(rank: int) -> None:
     """More of them than key heads."""

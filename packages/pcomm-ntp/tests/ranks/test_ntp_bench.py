@@ -28,6 +28,7 @@ def test_a_quick_run_writes_its_rows(tmp_path, capsys):
     assert parts == {"detect", "agree", "open groups", "build", "reshard", "step"}
 
 
+@pytest.mark.soak
 def test_a_lost_host_has_rows_of_its_own(tmp_path, capsys):
     if reason := obstacle():
         pytest.skip(f"no network namespaces here: {reason}")
