@@ -28,7 +28,13 @@ SETS = {
 OWN = max((name for name in SETS if SETS[name][2]), key=list(SETS).index, default="")
 
 
-@pytest.mark.parametrize("name", SETS)
+# A set between two others, which the long tests run.
+LONG = ("AVX-512 BF16",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.soak] * (one in LONG)) for one in SETS]
+)
 def test_tests_of_bits_hold_with_fewer_instructions(name, programs):
     """In a process of its own each, since both libraries choose their kernels once."""
     onednn, aten, is_there = SETS[name]
