@@ -19,6 +19,7 @@ STORE, RANKS, STEPS, HELD_AT = 2, 4, 6, 3
 KEYS = ("parallel.dp=2", "parallel.tp=2", "train.schedule=constant", f"train.steps={STEPS}")
 
 
+@pytest.mark.soak
 def test_one_of_two_parted_hosts_goes_on_to_the_end_and_the_other_commits_nothing(
     started, config_file, tmp_path
 ):

@@ -77,7 +77,11 @@ STOP = Fault(rank=1, step=2, number=signal.SIGINT)
         ([(shard(2, dp=2, tp=2), [Fault(2, 2)])], [0, 0, 1, 1, 1]),
         # The only owner of some units: back to the checkpoint of the second step.
         ([(shard(1, dp=2), [Fault(1, 3)])], [0, 0, 1, 1, 1]),
-        ([(shard(2, dp=2, tp=2), [STOP]), (shard(2, dp=3), [Fault(0, 3)])], [0, 0, 0, 1, 1]),
+        pytest.param(
+            [(shard(2, dp=2, tp=2), [STOP]), (shard(2, dp=3), [Fault(0, 3)])],
+            [0, 0, 0, 1, 1],
+            marks=pytest.mark.soak,
+        ),
         ([(shard(2, dp=2), [STOP]), (PLAIN, [])], [0] * STEPS),
         ([(PLAIN, [STOP]), (shard(1, dp=2, cp=2), [])], [0] * STEPS),
     ],

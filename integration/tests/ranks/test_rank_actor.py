@@ -25,6 +25,7 @@ def endless(run_dir: Path) -> Config:
     return replace(config, checkpoint=CheckpointConfig(every="end"))
 
 
+@pytest.mark.soak
 def test_its_process_is_started_again_until_it_is_asked_to_stop(endless, tmp_path):
     server = open_store("127.0.0.1", 0)
     place, out = RankPlace(0, 1, "127.0.0.1", server.port), tmp_path / "run"

@@ -103,7 +103,7 @@ def kill_before(llm: LLM, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine, "step", stepped)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_no_request_ends_silently_and_the_ranks_come_back_as_often_as_they_may(
     stream, run, monkeypatch, caplog
 ):

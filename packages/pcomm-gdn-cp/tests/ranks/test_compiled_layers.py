@@ -87,9 +87,10 @@ def test_a_compiled_layer_is_the_layer(spec: Spec, packs: list[tuple[int, ...]])
     "strategies",
     # A compiler sees no more of a strategy than which operations it needs; `docs` with a document
     # that is cut needs all of them.
-    [("docs",), pytest.param(("heads", "state", "gather"), marks=pytest.mark.soak)],
+    [("docs",), ("heads", "state", "gather")],
     ids="+".join,
 )
+@pytest.mark.soak
 @ranks(2, leaves="tqdm's monitor, which torch.compile starts, lives as long as the process")
 def test_compiled_layers_on_two_ranks_are_the_layers(rank: int, strategies: list[str]) -> None:
     torch._dynamo.reset()

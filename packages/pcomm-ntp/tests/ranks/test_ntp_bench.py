@@ -12,6 +12,7 @@ from pcomm.core.cli import main
 from pcomm.core.testing import ranks
 
 
+@pytest.mark.soak
 def test_a_quick_run_writes_its_rows(tmp_path, capsys):
     table = tmp_path / "rows.csv"
     line = ["--quick", "--parts", "host,redistribute,recovery,replicas", "--csv", str(table)]
