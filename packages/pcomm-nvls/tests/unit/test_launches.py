@@ -247,6 +247,25 @@ def test_a_thread_moves_four_vectors_at_a_time_where_all_have_them(workspace, ve
         assert launch.arguments["BLOCK"] == 512 * at_a_time, launch.kernel
 
 
+def test_a_second_graph_of_other_kernels_needs_no_more_than_a_call_before_it(workspace, stream):
+    """After the first one a call outside has an entry barrier, and most in a graph have none."""
+    for rows in (SIZE * 64, SIZE << 14):
+        x = torch.zeros(rows, 8, dtype=X.dtype)
+        calls_of_both: list[Callable[[], Any]] = [
+            lambda x=x: all_reduce(x, workspace=workspace, algo="p2p"),
+            lambda x=x: all_gather_into_tensor(x[: rows // SIZE], workspace=workspace, algo="p2p"),
+        ]
+        for call in calls_of_both:
+            call()
+        compiled = workspace.launcher.num_compiled
+        with workspace.turns.recording():
+            stream.captured = True
+            for call in 2 * calls_of_both:
+                call()
+        stream.captured = False
+        assert workspace.launcher.num_compiled == compiled
+
+
 def test_memory_that_was_handed_out_keeps_to_its_stream(workspace, stream):
     x = workspace.empty(X.shape, X.dtype)
     stream.handle += 1

@@ -12,7 +12,7 @@ kept with the first call, for those like it: `remember` here, and `again` beside
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -120,9 +120,10 @@ class Launcher:
             if self._stream.is_captured():
                 raise _in_capture(launch)
             found = self._runners[key] = self._compiled(launch)
-            if launch.arguments.get("ENTRY") is False:
-                # What the same call needs in a capture, so that one call before it is enough.
-                self.runner(replace(launch, arguments={**launch.arguments, "ENTRY": True}))
+            for form in _forms_in_capture(launch.arguments):
+                other = replace(launch, arguments={**launch.arguments, **form})
+                if (other_key := _key(other)) not in self._runners:
+                    self._runners[other_key] = self._compiled(other)
         return found
 
     def _compiled(self, launch: Launch) -> Runner:
@@ -143,6 +144,20 @@ class Launcher:
         if not is_interpreted(launch.kernel):
             with self._stream.on_device():
                 self.runner(launch)
+
+
+def _forms_in_capture(arguments: Mapping[str, Any]) -> list[dict[str, bool]]:
+    """What the same call may need in a capture, so that one call before it is enough.
+
+    The first operation of a graph has an entry barrier. One that has it finds no input in its slot:
+    what wrote that would have had to wait.
+    """
+    if "ENTRY" not in arguments:
+        return []
+    first = {"ENTRY": True, "IN_PLACE": False}
+    forms = [{"ENTRY": False}, {"ENTRY": False, "IN_PLACE": True}]
+    wanted = forms if arguments["ENTRY"] else [first]
+    return [{name: form[name] for name in form if name in arguments} for form in wanted]
 
 
 def is_interpreted(kernel: Any) -> bool:
