@@ -329,7 +329,7 @@ class Variant(NamedTuple):
 
 @dataclass(slots=True)
 class Repeat:
-    """What `again` knows of a call whose tensors were dense, aligned and outside of the workspace.
+    """What `again` knows of a call whose tensors were dense and aligned.
 
     Args:
         shape: Shape of the result.
@@ -340,6 +340,7 @@ class Repeat:
         is_like: True of an input like the first one; see `guard_of`.
         are_like: True of an input and a result like the first ones.
         variants: Launches by slot and need of an entry barrier.
+        in_slot: Launches by the slot in which the input lies.
     """
 
     shape: tuple[int, ...]
@@ -350,6 +351,7 @@ class Repeat:
     is_like: Callable[..., bool]
     are_like: Callable[..., bool]
     variants: dict[tuple[int, bool], Variant] = field(default_factory=dict)
+    in_slot: dict[int, Variant] = field(default_factory=dict)
 
     @classmethod
     def of(cls, call: CachedCall) -> Repeat:
@@ -390,7 +392,8 @@ def remember(
         lease: Turn of the operation.
     """
     key, x, _, _ = call
-    if is_interpreted(launch.kernel) or lease.is_prepared:
+    is_in_slot = launch.arguments.get("IN_PLACE", False)
+    if is_interpreted(launch.kernel) or lease.is_prepared is not is_in_slot:
         return
     if x.layout is not torch.strided or x.dtype.is_complex:
         return
@@ -400,6 +403,10 @@ def remember(
     if repeat is None:
         repeat = repeats[key] = Repeat.of(call)
     names = launch.kernel.arg_names
-    repeat.variants[lease.slot, lease.needs_entry] = Variant(
+    variant = Variant(
         launcher.runner(launch), values_of(launch), names.index("x"), names.index("out")
     )
+    if is_in_slot:
+        repeat.in_slot[lease.slot] = variant
+    else:
+        repeat.variants[lease.slot, lease.needs_entry] = variant

@@ -313,7 +313,7 @@ class Workspace:
         if self.memory is None or not num_bytes:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         lease, needs_entry = self.turns.hand_out()
-        if any(other is lease for other in self._turns_of_views.values()):
+        if self._is_held(lease):
             raise ConfigError(
                 f"Workspace.empty: shape {tuple(shape)} of {dtype}",
                 found="the memory for the next operation, which was handed out before and is "
@@ -328,6 +328,35 @@ class Workspace:
             except Exception:
                 self.turns.withdraw()
                 raise
+        return self._slot_view(lease, shape, dtype)
+
+    def empty_if_read_there(
+        self, question: CollectiveRequest, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor | None:
+        """What `empty` returns, where that saves a copy and waits for nobody. Local.
+
+        Args:
+            question: Next operation, a reduction.
+            shape: Shape of its input.
+            dtype: Type of its numbers.
+
+        Returns:
+            None where its algorithm copies no input, where all ranks would have to meet before the
+            memory is written to (that operation then does so before its copy), and where what was
+            handed out before is still held. One rank may take it, and another one copy.
+
+        Raises:
+            ConfigError: It is on another stream than the operations before.
+        """
+        is_read_there = self._chooser.choose(question).algorithm in ("multimem", "p2p")
+        if self._is_closed or not is_read_there or not question.num_bytes:
+            return None
+        lease, needs_entry = self.turns.hand_out()
+        if needs_entry:
+            self.turns.withdraw()
+            return None
+        if self._is_held(lease):
+            return None
         return self._slot_view(lease, shape, dtype)
 
     def prepare(self, operations: Callable[[], object]) -> None:
@@ -453,6 +482,10 @@ class Workspace:
         view = memory.buffer()[start : start + num_bytes].view(dtype).view(tuple(shape))
         self._turns_of_views[view] = lease
         return view
+
+    def _is_held(self, lease: SlotLease) -> bool:
+        """Whether a tensor that was handed out for a turn is alive."""
+        return any(other is lease for other in self._turns_of_views.values())
 
     def _newest_of_slot(self, view: Tensor, newest: int) -> int:
         """Generation of the last operation that had the slot of a tensor; `newest` outside."""
