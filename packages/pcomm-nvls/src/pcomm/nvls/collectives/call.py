@@ -329,7 +329,7 @@ def barrier_launch(
     shared = {
         **workspace.shared_arguments(),
         "slot": workspace.regions.slot(lease.slot),
-        "WAY": way_of(choice),
+        "WAY": workspace.barrier_way(choice.algorithm == "multimem"),
         "ENTRY": lease.needs_entry,
         "BLOCK": threads * _IN_FLIGHT if many else threads,
     }
