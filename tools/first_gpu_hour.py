@@ -135,7 +135,7 @@ STAGES = (
     Stage(
         1,
         "are launches, and each multimem instruction, right on one device",
-        (_pytest("launcher", f"-m gpu {_LAUNCHER}", 150),),
+        (_pytest("launcher", f"-m gpu {_LAUNCHER}", 240),),
     ),
     Stage(
         2,

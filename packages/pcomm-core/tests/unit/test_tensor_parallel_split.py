@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core_support.dispatch_modes import NestedModes
 from core_support.split_layers import LayerCase
 from pcomm.core.collectives.instrumented import SpyCollectives
-from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.collectives.protocol import Call, Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import vocabulary as embedding
@@ -244,6 +245,72 @@ def test_autocast_gives_the_dtype_of_the_plain_layer() -> None:
             assert layer(torch.ones(2, 2)).dtype == torch.bfloat16
 
     run_virtual(on_rank, 2)
+
+
+class _WithRoom(SpyCollectives):
+    """Hands out memory as collectives between which ranks read each other's do, and checks it."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner)
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+        self.room: Tensor | None = None
+
+    def empty_input(self, operation: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        self.asked.append((operation, tuple(shape)))
+        self.room = like.new_full(tuple(shape), math.nan)
+        return self.room
+
+    def run(self, call: Call) -> Tensor:
+        if self.room is not None:
+            assert call.x is self.room
+            assert call.out is None
+            # Other ranks, and the operations after this one, write there.
+            result, self.room = super().run(call).clone(), None
+            call.x.fill_(math.nan)
+            return result
+        return super().run(call)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_product_is_written_where_the_collectives_read_it(sequence_parallel: bool) -> None:
+    name = "reduce_scatter" if sequence_parallel else "all_reduce"
+
+    # Torch keeps for each thread whether it records gradients.
+    @torch.no_grad()
+    def on_rank(plain: VirtualCollectives) -> None:
+        collectives = _WithRoom(plain)
+        torch.manual_seed(0)
+        given = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}
+        row, model = (
+            RowParallelLinear(EVEN, 4, one, bias=True, sequence_parallel=sequence_parallel)
+            for one in (collectives, plain)
+        )
+        for layer in (row, model):
+            layer.load_state_dict(given)
+        for shape in ((6, 4), (2, 3, 4)):
+            x = torch.randn(*shape)
+            assert_equal(row(x), model(x))
+            assert collectives.asked.pop() == (name, shape)
+        # What torch gives no place for: other strides, autocast, gradients, another product.
+        x = torch.randn(4, 6).t()
+        assert_equal(row(x), model(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_equal(row(x.contiguous()), model(x.contiguous()))
+        with torch.enable_grad():
+            assert row(x.contiguous()).requires_grad
+        for layer in (row, model):
+            layer.replace_weight(_Doubled())
+        assert_equal(row(x.contiguous()), model(x.contiguous()))
+        assert collectives.asked == []
+
+    run_virtual(on_rank, 2)
+
+
+class _Doubled:
+    nbytes = 0
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return 2 * x
 
 
 @pytest.mark.parametrize(

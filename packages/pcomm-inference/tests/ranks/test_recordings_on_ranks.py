@@ -23,11 +23,24 @@ VOCABULARY = 13
 
 
 class Recordings(InstrumentedCollectives):
-    """Notes how the blocks of recordings end."""
+    """Notes how the blocks of recordings end, and which operations a sequence has."""
 
     def __init__(self, group):
         super().__init__(group.collectives)
-        self.ends = []
+        self.ends, self.eager, self.is_in_sequence = [], [], False
+
+    @contextmanager
+    def sequence(self):
+        assert not self.is_in_sequence
+        self.is_in_sequence = True
+        with super().sequence():
+            yield
+        self.is_in_sequence = False
+
+    def run(self, call):
+        if call.x.dtype is torch.float64:
+            self.eager.append(self.is_in_sequence)
+        return super().run(call)
 
     @contextmanager
     def recording(self):
@@ -105,9 +118,15 @@ def test_a_recording_that_fails_on_one_rank_is_refused_on_all(rank: int, place: 
     with open_groups(Topology({"tp": 2}), ["tp"], collectives=Recordings) as groups:
         group = groups["tp"]
         expected = run(None, group)[0]
+        # A step that runs eagerly is one sequence of operations.
+        assert group.collectives.eager
+        assert all(group.collectives.eager)
+        group.collectives.eager.clear()
         whole, sizes, refusal, errors = run(Fails("never"), group)
         assert (whole, sizes, refusal, errors) == (expected, (1, 2, 4), "", [])
         assert group.collectives.ends == 3 * ["kept"]
+        # Prompts run eagerly; a warm-up and what a replay does are no part of a sequence.
+        assert set(group.collectives.eager) == {False, True}
         group.collectives.ends.clear()
 
         # The first size is recorded on both ranks; the second one fails on rank 1.

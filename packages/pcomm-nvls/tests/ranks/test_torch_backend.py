@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -293,6 +294,31 @@ def test_groups_are_opened_and_destroyed_again_and_again(rank: int) -> None:
     # One that made no collective has nothing to close.
     with group_of():
         pass
+
+
+@ranks(3)
+def test_a_group_may_be_closed_at_once_while_another_rank_is_slow(rank: int) -> None:
+    """No rank has a group before the last one has connected: it may end its connections then."""
+    emulate()
+    from pcomm.nvls import torch_backend
+
+    store, connect = distributed_c10d._get_default_store(), torch_backend._gloo
+
+    def connect_slowly(common: Any) -> Any:
+        backend = connect(common)
+        # Gloo is through on the other ranks, too: one that waited for no more would go on now.
+        time.sleep(0.3)
+        store.set(f"{common.group_id} has connected", "")
+        return backend
+
+    for _ in range(2):
+        with (
+            mock.patch.object(torch_backend, "_gloo", connect_slowly)
+            if rank == 1
+            else nullcontext(),
+            group_of() as group,
+        ):
+            assert store.check([f"{group.group_name} has connected"])
 
 
 @ranks(2)

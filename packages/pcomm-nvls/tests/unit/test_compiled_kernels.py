@@ -175,6 +175,8 @@ def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
     whole = f"multimem.ld_reduce.relaxed.sys.global.{sums}"
     assert summed == ({whole} if sums and multicast else set())
     assert case in ROW_CASES or found[whole] == len(summed)
+    # A division of 64 bits would be a subroutine.
+    assert "CALL" not in kernel.machine_code()
     usage = kernel.resources()
     assert usage["LOCAL"] == 0
     if case in CASES:
@@ -210,6 +212,58 @@ def test_four_vectors_are_on_the_way_before_a_thread_stores_the_first(case: str)
     assert usage["STACK"] == usage["LOCAL"] == 0
     # A division of 64 bits would be a subroutine.
     assert "CALL" not in made.machine_code()
+
+
+def test_a_signal_waits_for_one_load_and_a_barrier_of_the_block() -> None:
+    """The word of a failure is asked for beside the number, before the barrier of the block."""
+    ptx = compiled("one_shot bf16", "multicast", 90).ptx
+    order = re.findall(r"ld\.(?:volatile\.)?global\.b32|bar\.sync|multimem\.st\.release", ptx)
+    one = ["ld.global.b32", "ld.volatile.global.b32", "bar.sync", "multimem.st.release", "bar.sync"]
+    assert order == 2 * one
+
+
+FENCES = {"multicast": 0, "fenced multicast": 3, "peers": 0}
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("case", ["all_gather", "two_shot bf16", "all_reduce_add bf16 one"])
+def test_barriers_by_multicast_have_fences_for_aliases_where_asked(case, capability) -> None:
+    """Around the signal and behind the wait, and nothing else changes."""
+    barriers = (ROW_CASES.get(case) or CASES[case])[0]
+    made = {way: compiled(case, way, capability) for way in FENCES}
+    for way, kernel in made.items():
+        assert kernel.ptx.count("fence.proxy.alias;") == FENCES[way] * barriers
+        assert problems_of(kernel.ptx, barriers=barriers) == ()
+    plain, fenced = made["multicast"], made["fenced multicast"]
+    assert accesses(plain.ptx) == accesses(fenced.ptx)
+    order = re.findall(
+        r"fence\.proxy\.alias|multimem\.st\.release|ld\.acquire|st\.release\.sys", fenced.ptx
+    )
+    fence = "fence.proxy.alias"
+    one = [fence, "multimem.st.release", fence, "ld.acquire", "st.release.sys", fence]
+    assert order == one * barriers
+    assert fenced.resources()["LOCAL"] == 0
+    assert fenced.resources()["REG"] == plain.resources()["REG"]
+    # Each is a stronger fence than a release, of the device or the system, and empties the L1.
+    for code, number in ((plain.machine_code(), 0), (fenced.machine_code(), 3 * barriers)):
+        assert code.count("MEMBAR.SC.GPU") == code.count("MEMBAR.SC.SYS") == number
+
+
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot", "reduce_scatter"])
+def test_a_sum_of_what_lies_in_the_slot_copies_nothing_there(kind: str) -> None:
+    """Copying, each vector of the input is loaded once and stored in the slot once."""
+
+    def vectors(case: str) -> dict[str, int]:
+        found = accesses(compiled(case, "multicast", 90).ptx)
+        return {name: n for name, n in found.items() if ".v4." in name}
+
+    copying, written = vectors(f"{kind} bf16"), vectors(f"{kind} bf16 in place")
+    # Of a tensor, or of the segment of each of 8 ranks.
+    moved = dict.fromkeys(
+        ("ld.global.v4.b32", "st.relaxed.sys.global.v4.b32"), 1 if kind == "one_shot" else 8
+    )
+    assert {name: n for name, n in copying.items() if name not in written} == moved
+    assert {name: copying[name] for name in written} == written
 
 
 @pytest.mark.parametrize(

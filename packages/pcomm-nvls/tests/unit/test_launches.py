@@ -247,6 +247,25 @@ def test_a_thread_moves_four_vectors_at_a_time_where_all_have_them(workspace, ve
         assert launch.arguments["BLOCK"] == 512 * at_a_time, launch.kernel
 
 
+def test_a_second_graph_of_other_kernels_needs_no_more_than_a_call_before_it(workspace, stream):
+    """After the first one a call outside has an entry barrier, and most in a graph have none."""
+    for rows in (SIZE * 64, SIZE << 14):
+        x, part = (torch.zeros(n, 8, dtype=X.dtype) for n in (rows, rows // SIZE))
+        calls_of_both: list[Callable[[], Any]] = [
+            lambda x=x: all_reduce(x, workspace=workspace, algo="p2p"),
+            lambda x=part: all_gather_into_tensor(x, workspace=workspace, algo="p2p"),
+        ]
+        for call in calls_of_both:
+            call()
+        compiled = workspace.launcher.num_compiled
+        with workspace.turns.recording():
+            stream.captured = True
+            for call in 2 * calls_of_both:
+                call()
+        stream.captured = False
+        assert workspace.launcher.num_compiled == compiled
+
+
 def test_memory_that_was_handed_out_keeps_to_its_stream(workspace, stream):
     x = workspace.empty(X.shape, X.dtype)
     stream.handle += 1
@@ -423,6 +442,29 @@ def test_each_operation_is_launched_as_it_was_compiled(name, algo, capability):
     assert len(launches) == 6
     assert kernels == set(told)
     assert len(kernels) == len(told) == 1
+
+
+@pytest.mark.parametrize("fences", [False, True])
+def test_barriers_by_multicast_get_the_fences_that_a_workspace_asks_for(launches, fences):
+    ways: list[tuple[str, str]] = []
+    with fake_workspace(SIZE, alias_fences=fences) as workspace:
+        run = workspace.launcher.run
+
+        def noted(launch: Launch) -> None:
+            ways.append((launch.kernel.__name__, launch.arguments["WAY"]))
+            run(launch)
+
+        workspace.launcher.run = noted  # type: ignore[method-assign]
+        for algo in ("lamport", "multimem", "p2p"):
+            all_reduce(X, workspace=workspace, algo=algo)
+        workspace._wait_for_all()
+    barrier = "fenced multicast" if fences else "multicast"
+    assert ways == [
+        ("lamport_all_reduce_kernel", "multicast"),
+        ("one_shot_all_reduce_kernel", barrier),
+        ("one_shot_all_reduce_kernel", "peers"),
+        ("wait_for_all_kernel", barrier),
+    ]
 
 
 def test_no_driver_finds_the_kernels_of_one_before() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.checks import check_out, deliver, gather_sizes, is_dense, scatter_sizes
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
-from pcomm.core.collectives.protocol import Call, Collectives, Pending
+from pcomm.core.collectives.protocol import Call, Collectives, OperationName, Pending
 from pcomm.core.errors import LayoutError
 from pcomm.core.groups.group import Group
 from pcomm.nvls.collectives.gathers import all_gather_into_tensor, all_gather_question
@@ -87,6 +87,28 @@ class NvlsCollectives(InstrumentedCollectives):
     def recording(self) -> AbstractContextManager[None]:
         """See `Collectives.recording`."""
         return self.workspace.turns.recording()
+
+    def sequence(self) -> AbstractContextManager[None]:
+        """See `Collectives.sequence`."""
+        return self.workspace.sequence()
+
+    def empty_input(
+        self, operation: OperationName, shape: Sequence[int], like: Tensor
+    ) -> Tensor | None:
+        """See `Collectives.empty_input`; None for what fits in one write without a barrier, too."""
+        workspace = self.workspace
+        if like.device.type != workspace.device.type:
+            return None
+        x = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+        match operation:
+            case "all_reduce":
+                question = all_reduce_question(x, workspace)
+            case "reduce_scatter" if x.dim() and not x.shape[0] % self.size:
+                question = reduce_scatter_question(x, 0, workspace)
+            case _:
+                return None
+        workspace.streams.follow()
+        return workspace.empty_if_read_there(question, shape, like.dtype)
 
     def close(self) -> None:
         """Give the memory of the workspace back. Collective."""

@@ -112,6 +112,8 @@ class NvlsProcessGroup(dist.ProcessGroup):
     here as in other backends autograd stands above a collective. An all-reduce or reduce-scatter is
     the same in bits as gloo's between two ranks, and rounded once in fp32 among more.
 
+    It is there once all ranks have connected, so that one of them may close it at once.
+
     Args:
         common: Store, rank, size and time limit, as torch gives them to a creator.
         backend_options: Options of NCCL, or None.
@@ -145,6 +147,7 @@ class NvlsProcessGroup(dist.ProcessGroup):
             for name, backend_type, backend in backends:
                 group._register_backend(torch.device(name), backend_type, backend)
             group._set_default_backend(kind.NCCL if on_nccl else kind.GLOO)
+        _wait_until_connected(self._store, common.group_size, common.timeout)
 
     def getBackendName(self) -> str:
         """The name of the backend, as torch asks for it."""
@@ -416,6 +419,21 @@ class KernelWork(dist.Work):
         future: Future[list[Tensor]] = Future(devices=[x.device] if x.is_cuda else None)
         future.set_result(self._tensors)
         return future
+
+
+def _wait_until_connected(store: Any, size: int, timeout: timedelta) -> None:
+    """Return once all ranks have come here, with their connections. Collective.
+
+    Gloo returns on a rank as soon as that one is connected. If it closed its end then, a slower
+    rank would find its own connection broken, and raise. Torch can wait likewise, and does not
+    unless TORCH_DIST_INIT_BARRIER is set; beside connections between all ranks it costs little.
+    """
+    number = store.add("ranks that have connected", 1)
+    # A store that outlives the group may be that of another one of the same name.
+    told = f"all have connected {(number - 1) // size}"
+    if number % size == 0:
+        store.set(told, "")
+    store.wait([told], timeout)
 
 
 def _gloo(common: Any) -> Any:

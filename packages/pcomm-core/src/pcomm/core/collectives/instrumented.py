@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -49,6 +49,16 @@ class InstrumentedCollectives(Handle, Collectives):
     def recording(self) -> AbstractContextManager[None]:
         """See `Collectives.recording`."""
         return self.inner.recording()
+
+    def sequence(self) -> AbstractContextManager[None]:
+        """See `Collectives.sequence`."""
+        return self.inner.sequence()
+
+    def empty_input(
+        self, operation: OperationName, shape: Sequence[int], like: Tensor
+    ) -> Tensor | None:
+        """See `Collectives.empty_input`."""
+        return self.inner.empty_input(operation, shape, like)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,35 @@ class Collectives(ABC):
         """
         return nullcontext()
 
+    def sequence(self) -> AbstractContextManager[None]:
+        """A block whose operations follow each other, with no replay of a graph between. Local.
+
+        Such as a step of a model that runs eagerly beside recorded ones. Operations that know what
+        was before them wait for less, and `empty_input` has memory for more of them.
+        """
+        return nullcontext()
+
+    def empty_input(
+        self, operation: OperationName, shape: Sequence[int], like: Tensor
+    ) -> Tensor | None:
+        """Memory for the input of the next operation, which then need not copy it. Local.
+
+        Where ranks read each other's memory, an operation first copies its input to where the
+        others read it. A product that writes its result there saves that copy. The tensor is
+        written to at once, on the current stream, and passed to the next operation without an
+        `out`. After that it is neither read nor written: other operations have the same memory.
+
+        Args:
+            operation: Next operation: "all_reduce", or "reduce_scatter" along dimension 0, a sum.
+            shape: Shape of its input.
+            like: Tensor of its dtype and device.
+
+        Returns:
+            A contiguous tensor of that shape, with any numbers; None where the operation copies
+            nothing that this could save. A rank may ask for it and another one not.
+        """
+        return None
+
     def all_gather(
         self,
         x: Tensor,

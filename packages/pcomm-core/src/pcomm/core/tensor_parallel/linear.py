@@ -24,6 +24,7 @@ from pcomm.core.tensor_parallel.split import (
     gather_replicated,
     gather_tokens,
     leave,
+    room_for_sum,
     scatter_tokens,
     take_parameters,
 )
@@ -164,7 +165,9 @@ class RowParallelLinear(FastModule):
 
     On one rank this is `F.linear` and nothing else. Otherwise collective: an all-reduce, or a
     reduce-scatter of tokens under sequence parallelism. The bias is added once, after the sum.
-    Where no gradient is recorded the all-reduce is in place, without an `autograd.Function`.
+    Where no gradient is recorded the all-reduce is in place, without an `autograd.Function`; and
+    where ranks read each other's memory, as with `pcomm.nvls.nvls_collectives`, the product is
+    written where they read it, and not copied there. Not a `WeightProduct`, nor under autocast.
 
     Layers that decode are built without sequence parallelism: a step has any number of tokens, and
     the weights are the same.
@@ -229,13 +232,29 @@ class RowParallelLinear(FastModule):
             self.multiply = _replaced_product(self, product)
 
     def _split(self, x: Tensor) -> Tensor:
-        y = self.multiply(self, x)
         if torch.is_grad_enabled():
-            y = self._leave(y, self.collectives)
+            y = self._leave(self.multiply(self, x), self.collectives)
+        elif (room := self._room_for_product(x)) is not None:
+            torch.mm(x.flatten(0, -2), self.weight.t(), out=room.flatten(0, -2))
+            y = add_up(
+                room, self.collectives, scatters_tokens=self._scatters_tokens, in_place=False
+            )
         else:
+            y = self.multiply(self, x)
             y = add_up(y, self.collectives, scatters_tokens=self._scatters_tokens)
         # Under autocast y is narrower than the bias, and F.linear does not widen it either.
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _room_for_product(self, x: Tensor) -> Tensor | None:
+        """Where the collectives read the product from, if it is torch's and can be put there."""
+        if self.multiply is not _product or x.dim() < 2 or not x.is_contiguous():
+            return None
+        weight = self.weight
+        # Under autocast torch converts inputs, but not where the result has a place.
+        if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return None
+        shape = (*x.shape[:-1], weight.shape[0])
+        return room_for_sum(shape, x, self.collectives, scatters_tokens=self._scatters_tokens)
 
 
 def _set_parameters(

@@ -27,6 +27,7 @@ __all__ = [
     "join_shards",
     "leave",
     "param_layouts_of",
+    "room_for_sum",
     "scatter_tokens",
     "split_replicated",
     "take_parameters",
@@ -304,16 +305,41 @@ def split_replicated(
     )
 
 
-def add_up(x: Tensor, collectives: Collectives, *, scatters_tokens: bool) -> Tensor:
+def room_for_sum(
+    shape: Sequence[int], like: Tensor, collectives: Collectives, *, scatters_tokens: bool
+) -> Tensor | None:
+    """Memory for partial results, which `add_up` does not copy; None where any memory is as good.
+
+    Local. They are written at once, and then passed to `add_up` with `in_place=False`.
+
+    Args:
+        shape: Shape of the partial results.
+        like: Tensor of their dtype and device.
+        collectives: Collectives of the tensor-parallel group.
+        scatters_tokens: True for this rank's tokens alone.
+    """
+    if not scatters_tokens:
+        if like.is_cpu and collectives.size > 2:
+            return None
+        return collectives.empty_input("all_reduce", shape, like)
+    if shape[0] % collectives.size:
+        return None
+    return collectives.empty_input("reduce_scatter", shape, like)
+
+
+def add_up(
+    x: Tensor, collectives: Collectives, *, scatters_tokens: bool, in_place: bool = True
+) -> Tensor:
     """What `leave` or `scatter_tokens` returns, where no gradient is recorded. Collective.
 
     On a CPU the sum for a token does not depend on how many others there are. Gloo's all-reduce
     adds up each element in an order that depends on its place, which two ranks cannot tell apart.
 
     Args:
-        x: Partial results of this rank; overwritten by an all-reduce.
+        x: Partial results of this rank.
         collectives: Collectives of the tensor-parallel group.
         scatters_tokens: True for this rank's tokens alone.
+        in_place: True has an all-reduce overwrite `x`; False gives a new tensor.
 
     Raises:
         LayoutError: The ranks cannot get equal numbers of the tokens; on all ranks, before any
@@ -322,7 +348,7 @@ def add_up(x: Tensor, collectives: Collectives, *, scatters_tokens: bool) -> Ten
     if not scatters_tokens:
         if x.is_cpu and collectives.size > 2:
             return _sum_in_rank_order(x, collectives)
-        return collectives.all_reduce(x, out=x)
+        return collectives.all_reduce(x, out=x if in_place else None)
     if x.shape[0] % collectives.size:
         raise LayoutError(
             f"a layer with sequence_parallel=True, without gradients: {x.shape[0]} tokens",

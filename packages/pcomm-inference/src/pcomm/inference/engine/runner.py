@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 
 import torch
@@ -63,7 +64,7 @@ class ModelRunner:
         self._times = times
         self.logits_dtype = torch.float32
         self._block_size, self._has_blocks = settings.block_size, allocator.pools.has_blocks
-        self._device = device
+        self._device, self._group = device, group
         self.graphs: DecodeGraphs | None = None
         if (recorder := recorder_for(device)) is not None:
             self.graphs = DecodeGraphs(
@@ -94,7 +95,9 @@ class ModelRunner:
                 return logits
         batch = self._build(plan)
         self._times.lap("batch")
-        logits = self._step(batch)
+        # Recorded steps are replayed before and after it, and not meanwhile.
+        with nullcontext() if self._group is None else self._group.collectives.sequence():
+            logits = self._step(batch)
         self._times.lap("model")
         return logits
 

@@ -58,7 +58,8 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
     """Launch a call that is like one before: all but the addresses and the turn is known. Local.
 
     What can still differ is looked at: strides, alignment, overlap, and whether a tensor lies in
-    the workspace. A call that differs in these goes the long way.
+    the workspace, where an input is one that `Workspace.empty` returned last. A call that differs
+    in these goes the long way.
 
     Args:
         workspace: Workspace of the call.
@@ -77,7 +78,12 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
         return None
     address = x.data_ptr()
     begin, end = workspace.own_range
-    if address & _ALIGNMENT or begin <= address < end:
+    turns, lease = workspace.turns, None
+    if begin <= address < end:
+        lease = turns.handed_out
+        if lease is None or address - begin != workspace.regions.slot(lease.slot):
+            return None
+    if address & _ALIGNMENT:
         return None
     result = x.new_empty(repeat.shape) if out is None else out
     target = result.data_ptr()
@@ -86,18 +92,23 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
     ahead = address - target
     if -repeat.input_bytes < ahead < repeat.result_bytes and ahead != repeat.place:
         return None
-    stream = workspace.turns.plain_stream()
+    stream = turns.plain_stream(lease)
     if stream is None or not workspace.stream.is_current_device():
         return None
-    rotation = workspace.turns.rotation
-    variant = repeat.variants.get(rotation.step(is_captured=False))
+    if lease is None:
+        variant = repeat.variants.get(turns.rotation.step(is_captured=False))
+    else:
+        variant = repeat.in_slot.get(lease.slot)
     if variant is None:
-        rotation.undo()
+        if lease is None:
+            turns.rotation.undo()
         return None
     runner, arguments, x_at, out_at = variant
     arguments = arguments.copy()
     arguments[x_at], arguments[out_at] = address, target
     runner.run(arguments, stream)
+    if lease is not None:
+        turns.take()
     workspace.num_launches += 1
     if out is not None:
         # The launch has only its address: autograd is told that it has changed.
@@ -279,7 +290,7 @@ def kernel_dim(x: Tensor, dim: int) -> int:
 
 
 def way_of(choice: Choice) -> str:
-    """`WAY` of kernels with a barrier; that of others is in `Workspace.lamport_arguments`."""
+    """How a choice with a barrier moves data, as `is_one_shot` calls it."""
     return "multicast" if choice.algorithm == "multimem" else "peers"
 
 
@@ -318,7 +329,7 @@ def barrier_launch(
     shared = {
         **workspace.shared_arguments(),
         "slot": workspace.regions.slot(lease.slot),
-        "WAY": way_of(choice),
+        "WAY": workspace.barrier_way(choice.algorithm == "multimem"),
         "ENTRY": lease.needs_entry,
         "BLOCK": threads * _IN_FLIGHT if many else threads,
     }

@@ -246,7 +246,7 @@ def all_reduce_add_rmsnorm_kernel(
         rank: Place of this rank.
         WORLD: Number of ranks.
         KIND: Numbers of all tensors: "bf16", "fp16" or "fp32".
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
         IN_PLACE: True where the addends are in the slot already.
         TWO_SHOT: True to have each row added by one rank, which gives it to the others; without,
@@ -348,7 +348,7 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
         rank: Place of this rank.
         WORLD: Number of ranks.
         KIND: Numbers of all tensors but an fp8 `out`: "bf16", "fp16" or "fp32".
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
         IN_PLACE: True where the addends are in the slot already.
         FP8: "no", or the normed rows as e4m3: "rows" with a scale for each, "given" with the one

@@ -65,7 +65,7 @@ def all_gather_kernel(
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.
         WORLD: Number of ranks.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
         COPY_OUT: False where the result is read in the slot.
         BLOCK: Vectors that a block moves at a time: a multiple of its threads.
@@ -249,7 +249,7 @@ def all_gather_coalesced_kernel(  # noqa: D417
         rank: Place of this rank.
         TENSORS: Number of shards.
         WORLD: Number of ranks.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
         BLOCK: Vectors that a block moves at a time: a multiple of its threads.
     """
@@ -324,7 +324,7 @@ def gather_to_rank_kernel(
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.
         WORLD: Number of ranks.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
         BLOCK: Vectors that a block moves at a time: a multiple of its threads.
     """

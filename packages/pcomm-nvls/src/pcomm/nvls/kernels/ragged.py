@@ -93,7 +93,7 @@ def all_gather_v_kernel(
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.
         WORLD: Number of ranks.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
         BLOCK: Vectors that a block moves at a time: a multiple of its threads.
     """
@@ -174,7 +174,7 @@ def reduce_scatter_v_kernel(
         rank: Place of this rank.
         WORLD: Number of ranks.
         KIND: Numbers that are added: "bf16", "fp16" or "fp32".
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
         IN_PLACE: True where the rows are in the slot already.
         BLOCK: Vectors that a block moves at a time: a multiple of its threads.

@@ -63,7 +63,7 @@ def one_shot_all_reduce_kernel(
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.
         WORLD: Number of ranks.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         KIND: "bf16", "fp16" or "fp32".
         ENTRY: True where the operation before may have used the same slot.
         IN_PLACE: True where the tensor is in the slot already; see `reduce_scatter_kernel`.
@@ -126,7 +126,7 @@ def two_shot_all_reduce_kernel(
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.
         WORLD: Number of ranks.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         KIND: "bf16", "fp16" or "fp32".
         ENTRY: True where the operation before may have used the same slot.
         IN_PLACE: True where the tensor is in the slot already; see `reduce_scatter_kernel`.
@@ -267,7 +267,7 @@ def reduce_scatter_kernel(
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.
         WORLD: Number of ranks.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
         KIND: "bf16", "fp16" or "fp32".
         ENTRY: True where the operation before may have used the same slot.
         IN_PLACE: True where the tensor is in the slot already; `x` is not used. What wrote it came

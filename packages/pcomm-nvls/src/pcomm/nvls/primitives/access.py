@@ -1,5 +1,7 @@
 """Accesses of 16 bytes to the memory of this rank, of one rank, and of all ranks at once.
 
+A way that is not "peers" goes by the multicast address; `barrier` says what "fenced" adds.
+
 Addresses and masks are tensors of one element a thread, or a multiple of that: inline assembly runs
 once in every thread, and for a smaller tensor once for each copy of an element. What has an effect
 is under the mask.
@@ -308,7 +310,7 @@ def put_all(
     WAY: tl.constexpr,
 ) -> None:
     """Four words to each byte offset of every rank's buffer, this rank's too."""
-    if WAY == "multicast" and not EMULATED:
+    if WAY != "peers" and not EMULATED:
         _write(multicast + offset, w0, w1, w2, w3, mask, _PUT_ALL)
     else:
         for peer in range(WORLD):
@@ -327,7 +329,7 @@ def get_sum(
     BLOCK: tl.constexpr,
 ) -> Any:
     """Four words at each byte offset, summed over the buffers of all ranks and rounded once."""
-    if WAY == "multicast" and not EMULATED:
+    if WAY != "peers" and not EMULATED:
         if KIND == "bf16":
             w0, w1, w2, w3 = _read(multicast + offset, mask, _GET_SUM_BF16)
         elif KIND == "fp16":

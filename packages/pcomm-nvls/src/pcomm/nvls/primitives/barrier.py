@@ -7,13 +7,16 @@ any, and a wait that is too long names the rank that is missing.
 
 The numbers are counted on the device, in words that are private to this rank.
 
-Stores by a multicast address are read by the address of a rank here, and the other way round. For
-two addresses of one memory the model of PTX asks for a proxy fence (`fence.proxy.alias`); torch's
-kernels and NCCL's leave it out between a release and an acquire of the system, and so does this.
-
 Source of the ordering: PTX ISA, memory consistency model. What all threads of the block wrote is
 ordered before the signal by the barrier of the block and the release, and what they read after it
 by the acquire and the second barrier of the block.
+
+Stores by a multicast address are read by the address of a rank here, and the other way round. Two
+addresses of one memory are two proxies to that model: within a kernel it orders what goes through
+both only along a path that has a `fence.proxy.alias`, and between kernels without one. The way
+"fenced multicast" has it on both sides of the signal and behind the wait. "multicast" leaves it
+out, as torch's kernels and NCCL's do between a release and an acquire of the system. Neither has
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -68,17 +71,20 @@ WAIT:
     ld.acquire.sys.global.u32 %seen, [%place];
     sub.u32 %ahead, %seen, $6;
     setp.ge.s32 %there, %ahead, 0;
-    @%there bra DONE;
+    @%there bra SEEN;
     mov.u64 %now, %globaltimer;
     setp.lt.u64 %early, %now, %end;
     @%early bra WAIT;
     add.u32 %peer, %peer, 1;
     st.relaxed.gpu.global.u32 [$7], %peer;
     st.release.sys.global.u32 [$8], %peer;
-DONE:
-}"""
-_EACH = tl.constexpr(_HEAD + _SIGNAL_EACH + _WAIT)
-_ALL = tl.constexpr(_HEAD + _SIGNAL_ALL + _WAIT)
+SEEN:
+"""
+_FENCE = "    fence.proxy.alias;\n"
+_END = "DONE:\n}"
+_EACH = tl.constexpr(_HEAD + _SIGNAL_EACH + _WAIT + _END)
+_ALL = tl.constexpr(_HEAD + _SIGNAL_ALL + _WAIT + _END)
+_ALL_FENCED = tl.constexpr(_HEAD + _FENCE + _SIGNAL_ALL + _FENCE + _WAIT + _FENCE + _END)
 _OPERANDS = tl.constexpr("=&r,l,l,l,r,r,r,l,l,l,r")
 
 
@@ -107,7 +113,7 @@ def barrier(
         rank: Place of this rank.
         block: Place of this block.
         WORLD: Number of ranks, at most the threads of a block.
-        WAY: "multicast" or "peers".
+        WAY: "multicast", "fenced multicast" or "peers".
     """
     row = (signals + block * (WORLD * 4)).to(tl.int64)
     number = tl.load(epochs + 1 + block) + 1
@@ -125,29 +131,15 @@ def barrier(
         own = tl.load(buffers + rank) + row
         for peer in range(WORLD):
             wait_for_signal(own + peer * 4, number, limit_ns, failure, peer)
-    elif WAY == "multicast":
-        tl.inline_asm_elementwise(
-            _ALL,
-            _OPERANDS,
-            [
-                buffers.to(tl.int64),
-                multicast.to(tl.int64),
-                row,
-                rank,
-                WORLD,
-                number,
-                epochs.to(tl.int64),
-                failure.to(tl.int64),
-                limit_ns.to(tl.int64),
-                failed,
-            ],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
     else:
+        if WAY == "peers":
+            SIGNAL_AND_WAIT: tl.constexpr = _EACH
+        elif WAY == "multicast":
+            SIGNAL_AND_WAIT: tl.constexpr = _ALL
+        else:
+            SIGNAL_AND_WAIT: tl.constexpr = _ALL_FENCED
         tl.inline_asm_elementwise(
-            _EACH,
+            SIGNAL_AND_WAIT,
             _OPERANDS,
             [
                 buffers.to(tl.int64),

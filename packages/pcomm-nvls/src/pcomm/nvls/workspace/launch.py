@@ -12,7 +12,7 @@ kept with the first call, for those like it: `remember` here, and `again` beside
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -120,9 +120,10 @@ class Launcher:
             if self._stream.is_captured():
                 raise _in_capture(launch)
             found = self._runners[key] = self._compiled(launch)
-            if launch.arguments.get("ENTRY") is False:
-                # What the same call needs in a capture, so that one call before it is enough.
-                self.runner(replace(launch, arguments={**launch.arguments, "ENTRY": True}))
+            for form in _forms_in_capture(launch.arguments):
+                other = replace(launch, arguments={**launch.arguments, **form})
+                if (other_key := _key(other)) not in self._runners:
+                    self._runners[other_key] = self._compiled(other)
         return found
 
     def _compiled(self, launch: Launch) -> Runner:
@@ -143,6 +144,20 @@ class Launcher:
         if not is_interpreted(launch.kernel):
             with self._stream.on_device():
                 self.runner(launch)
+
+
+def _forms_in_capture(arguments: Mapping[str, Any]) -> list[dict[str, bool]]:
+    """What the same call may need in a capture, so that one call before it is enough.
+
+    The first operation of a graph has an entry barrier. One that has it finds no input in its slot:
+    what wrote that would have had to wait.
+    """
+    if "ENTRY" not in arguments:
+        return []
+    first = {"ENTRY": True, "IN_PLACE": False}
+    forms = [{"ENTRY": False}, {"ENTRY": False, "IN_PLACE": True}]
+    wanted = forms if arguments["ENTRY"] else [first]
+    return [{name: form[name] for name in form if name in arguments} for form in wanted]
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -314,7 +329,7 @@ class Variant(NamedTuple):
 
 @dataclass(slots=True)
 class Repeat:
-    """What `again` knows of a call whose tensors were dense, aligned and outside of the workspace.
+    """What `again` knows of a call whose tensors were dense and aligned.
 
     Args:
         shape: Shape of the result.
@@ -325,6 +340,7 @@ class Repeat:
         is_like: True of an input like the first one; see `guard_of`.
         are_like: True of an input and a result like the first ones.
         variants: Launches by slot and need of an entry barrier.
+        in_slot: Launches by the slot in which the input lies.
     """
 
     shape: tuple[int, ...]
@@ -335,6 +351,7 @@ class Repeat:
     is_like: Callable[..., bool]
     are_like: Callable[..., bool]
     variants: dict[tuple[int, bool], Variant] = field(default_factory=dict)
+    in_slot: dict[int, Variant] = field(default_factory=dict)
 
     @classmethod
     def of(cls, call: CachedCall) -> Repeat:
@@ -375,7 +392,8 @@ def remember(
         lease: Turn of the operation.
     """
     key, x, _, _ = call
-    if is_interpreted(launch.kernel) or lease.is_prepared:
+    is_in_slot = launch.arguments.get("IN_PLACE", False)
+    if is_interpreted(launch.kernel) or lease.is_prepared is not is_in_slot:
         return
     if x.layout is not torch.strided or x.dtype.is_complex:
         return
@@ -385,6 +403,10 @@ def remember(
     if repeat is None:
         repeat = repeats[key] = Repeat.of(call)
     names = launch.kernel.arg_names
-    repeat.variants[lease.slot, lease.needs_entry] = Variant(
+    variant = Variant(
         launcher.runner(launch), values_of(launch), names.index("x"), names.index("out")
     )
+    if is_in_slot:
+        repeat.in_slot[lease.slot] = variant
+    else:
+        repeat.variants[lease.slot, lease.needs_entry] = variant

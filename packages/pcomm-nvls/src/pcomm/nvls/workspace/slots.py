@@ -288,9 +288,20 @@ class Turns:
         self.last: SlotLease | None = None
         self.on_trial: SlotLease | None = None
 
-    def plain_stream(self) -> int | None:
-        """Handle of the stream of the next turn, if that is one of the rotation; see `same`."""
-        if self._prepared is not None or self.on_trial is not None:
+    @property
+    def handed_out(self) -> SlotLease | None:
+        """The next turn, if `hand_out` gave it."""
+        return self._prepared
+
+    def plain_stream(self, lease: SlotLease | None = None) -> int | None:
+        """Handle of the stream of the next turn, if no graph has to do with it; see `same`.
+
+        Args:
+            lease: The next turn as it was handed out; None for one of the rotation.
+        """
+        if self._prepared is not lease or self.on_trial is not None:
+            return None
+        if lease is not None and self._is_for_graph:
             return None
         return self._streams.same()
 

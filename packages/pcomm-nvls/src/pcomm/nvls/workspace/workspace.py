@@ -71,6 +71,9 @@ class Workspace:
         table: Table of the sizes at which another algorithm is chosen; by default the package's.
         debug: True compares each call between the ranks before it runs: all but the values of
             tensors, and counts on the device. A call then waits for all.
+        alias_fences: True puts `fence.proxy.alias` into the barriers of operations by multicast.
+            PTX's memory model asks for it where a kernel reads memory by another address than it
+            was stored by; torch and NCCL leave it out. Neither form has run on a GPU.
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
         probe: Source of the facts about this rank; by default this process and its device.
@@ -106,16 +109,19 @@ class Workspace:
         device: torch.device | str | None = None,
         table: Table | None = None,
         debug: bool = False,
+        alias_fences: bool = False,
         timeout_s: float = 30.0,
         control: Control | None = None,
         probe: RankProbe | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
+        self._alias_fences = alias_fences
         self.group, self._control, self._timeout_s = group, control, timeout_s
         self._is_closed, self._process = True, os.getpid()
         lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
         lines += [f"debug {debug}", f"lamport_bytes {lamport_bytes}"]
+        lines.append(f"alias_fences {alias_fences}")
         error: PcommError | None = None
         try:
             self.device = default_device() if device is None else device_of(device)
@@ -214,8 +220,18 @@ class Workspace:
             "WORLD": self.group.size,
         }
 
+    def barrier_way(self, is_multicast: bool) -> str:
+        """`WAY` of kernels with a barrier; that of others is in `lamport_arguments`. Local."""
+        if not is_multicast:
+            return "peers"
+        return "fenced multicast" if self._alias_fences else "multicast"
+
     def lamport_arguments(self) -> dict[str, Any]:
-        """The arguments that kernels without barriers take, and `WAY`. Local."""
+        """The arguments that kernels without barriers take, and `WAY`. Local.
+
+        They need no fence: all that one of them orders behind another access of the same memory
+        was in a kernel before it.
+        """
         # Between two ranks the switch would send what a rank stores to that rank, too.
         by_multicast = self.capability.multicast and self.group.size > 2
         way = "multicast" if by_multicast else "peers"
@@ -313,7 +329,7 @@ class Workspace:
         if self.memory is None or not num_bytes:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         lease, needs_entry = self.turns.hand_out()
-        if any(other is lease for other in self._turns_of_views.values()):
+        if self._is_held(lease):
             raise ConfigError(
                 f"Workspace.empty: shape {tuple(shape)} of {dtype}",
                 found="the memory for the next operation, which was handed out before and is "
@@ -328,6 +344,35 @@ class Workspace:
             except Exception:
                 self.turns.withdraw()
                 raise
+        return self._slot_view(lease, shape, dtype)
+
+    def empty_if_read_there(
+        self, question: CollectiveRequest, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor | None:
+        """What `empty` returns, where that saves a copy and waits for nobody. Local.
+
+        Args:
+            question: Next operation, a reduction.
+            shape: Shape of its input.
+            dtype: Type of its numbers.
+
+        Returns:
+            None where its algorithm copies no input, where all ranks would have to meet before the
+            memory is written to (that operation then does so before its copy), and where what was
+            handed out before is still held. One rank may take it, and another one copy.
+
+        Raises:
+            ConfigError: It is on another stream than the operations before.
+        """
+        is_read_there = self._chooser.choose(question).algorithm in ("multimem", "p2p")
+        if self._is_closed or not is_read_there or not question.num_bytes:
+            return None
+        lease, needs_entry = self.turns.hand_out()
+        if needs_entry:
+            self.turns.withdraw()
+            return None
+        if self._is_held(lease):
+            return None
         return self._slot_view(lease, shape, dtype)
 
     def prepare(self, operations: Callable[[], object]) -> None:
@@ -454,6 +499,10 @@ class Workspace:
         self._turns_of_views[view] = lease
         return view
 
+    def _is_held(self, lease: SlotLease) -> bool:
+        """Whether a tensor that was handed out for a turn is alive."""
+        return any(other is lease for other in self._turns_of_views.values())
+
     def _newest_of_slot(self, view: Tensor, newest: int) -> int:
         """Generation of the last operation that had the slot of a tensor; `newest` outside."""
         slot = self._slot_of(view)
@@ -483,8 +532,7 @@ class Workspace:
     def _wait_for_all(self) -> None:
         from pcomm.nvls.primitives.barrier import wait_for_all_kernel
 
-        way = "multicast" if self.capability.multicast else "peers"
-        arguments = {**self.shared_arguments(), "WAY": way}
+        arguments = {**self.shared_arguments(), "WAY": self.barrier_way(self.capability.multicast)}
         self._enqueue(Launch(wait_for_all_kernel, 1, 4, arguments, self.device))
 
     def _enqueue(self, launch: Launch) -> None:
