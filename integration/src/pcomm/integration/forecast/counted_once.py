@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["CountedOnce", "Watch"]
+__all__ = ["CountedOnce", "FollowedMemory"]
 
 # Functions of autograd in these modules compute with their arguments, and send nothing.
 _HOME = "pcomm.gdn_cp.ops."
 
 
-class Watch(Protocol):
+class FollowedMemory(Protocol):
     """Memory that is followed."""
 
     total: int
@@ -97,7 +97,7 @@ class CountedOnce:
         events: Where operations are noted.
     """
 
-    def __init__(self, watch: Watch, events: list[Any]) -> None:
+    def __init__(self, watch: FollowedMemory, events: list[Any]) -> None:
         self._watch, self._events = watch, events
         self._seen: dict[Hashable, _Seen] = {}
 
