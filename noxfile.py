@@ -50,8 +50,9 @@ WITH_WHEELS = {
     "pcomm-nvls": ["ranks/test_all_gather_into_tensor.py"],
     "pcomm-integration": ["e2e/test_command_line.py"],
 }
-# What `oldest` and `newest` run: torch's collectives, what each package does with torch, and every
-# library that integration is made from. Transformers asks for newer ones, so no test here has it.
+# What `oldest` and `newest` run: torch's collectives, what each package does with torch, every
+# library that integration is made from, the names of CUDA and NCCL in builds of torch that have
+# them, and Triton's launcher. Transformers asks for newer ones, so no test here has it.
 AT_BOTH_ENDS = [
     "packages/pcomm-core/tests/ranks/test_collectives.py",
     "packages/pcomm-core/tests/ranks/test_world.py",
@@ -61,6 +62,8 @@ AT_BOTH_ENDS = [
     "packages/pcomm-inference/tests/unit/test_structured_output.py",
     "packages/pcomm-ntp/tests/ranks/test_reshard_on_ranks.py",
     "packages/pcomm-nvls/tests/ranks/test_all_gather_into_tensor.py",
+    "packages/pcomm-nvls/tests/unit/test_launches.py",
+    "tools/tests/test_cuda_names.py",
     "integration/tests/e2e/test_command_line.py",
     "integration/tests/e2e/test_serve_api.py",
 ]

@@ -32,6 +32,7 @@ from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 from pcomm.integration.train.optimizers import ParameterKinds, make_optimizer
 from repository import ROOT
+from training_memory import section
 
 __all__ = ["PAGE", "layers", "optimizer_step", "page", "release", "steps"]
 
@@ -343,6 +344,7 @@ def page() -> str:
     text += _OPTIMIZER.format(
         count=count, launches=update.total, waits=update.waits, size=_gb(update.num_bytes)
     )
+    text += section()
     text += _GOALS
     decode, many, drawn, changed, _, prompt = served
     mixed = _a_layer(decode.counted.total - decode.sampling)

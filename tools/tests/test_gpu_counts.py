@@ -7,6 +7,8 @@ from torch.nn import functional as F
 
 from device_counter import counting
 from gpu_counts import PAGE, page, release
+from pcomm.integration.forecast.dry_run import parameters_by_kind
+from training_memory import FIRST, RUNS, Norm, kept_by_a_layer, moments, peak
 
 META = torch.device("meta")
 
@@ -82,3 +84,34 @@ def test_an_optimizer_takes_so_many_pieces_at_a_launch():
             eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
     assert counted.launches == {"_fused_adamw_": 2}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_layer_adds_what_arithmetic_says(run):
+    """Sizes of tensors by hand, without a count; as many bytes as are counted."""
+    (few, few_after), (more, more_after) = (moments(run, FIRST + n) for n in (0, 1))
+    assert more.activations - few.activations == kept_by_a_layer(run)
+    assert more_after.activations == few_after.activations
+    layer = sum(parameters_by_kind(run.config(2)).values())
+    layer -= sum(parameters_by_kind(run.config(1)).values())
+    # Shards are cut between rows, and an optimizer counts the steps of each parameter.
+    assert 0 <= more.weights - few.weights - 4 * layer / run.ranks < 1e-3 * more.weights
+    assert 0 <= more.optimizer - few.optimizer - 8 * layer / run.ranks < 1e-3 * more.optimizer
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_whole_model_holds_what_two_small_ones_say(run):
+    whole = max(moments(run, run.size.layers), key=lambda memory: memory.peak)
+    assert whole == peak(run)
+
+
+def test_a_norm_keeps_what_torch_keeps():
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        Norm.apply(x, weight)
+    y, of_rows = torch.ops.aten._fused_rms_norm(x, [8], weight, 1e-5)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    form = [(one.shape, one.dtype) for one in (x, weight, of_rows)]
+    assert [(one.shape, one.dtype) for one in kept] == form

@@ -177,6 +177,11 @@ IN_SENTENCES = [
         [max(100 * abs(part - 1) for part in _predicted("dry_run_beside_run", "MiB"))],
     ),
     (
+        "docs/gpu-counts.md",
+        r"is within (\S+) % of torch's allocator",
+        [max(100 * abs(part - 1) for part in _predicted("dry_run_beside_run", "MiB"))],
+    ),
+    (
         "README.md",
         r"fetches (\d+) MB and installs them in (\d+) seconds of processor time, as (\S+) GB",
         [float(rows_of("first_command")[key]) / per for key, per in _FIRST.items()],

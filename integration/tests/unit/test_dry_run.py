@@ -391,3 +391,34 @@ def test_a_resilient_dry_run_says_what_is_survived(
     assert rows["hosts"].startswith(f"{4 // per_host} of {per_host} ranks each")
     # Neither is started, and a store that is named would say that this process is a rank.
     assert main([*command, "--store", "127.0.0.1:1", "--cluster", str(cluster)]) == 2
+
+
+def test_tokens_that_a_run_has_kept_are_taken_and_none_are_kept(
+    tmp_path, text, cluster, caplog, monkeypatch
+):
+    caplog.set_level("INFO", "pcomm.train")
+    cache = tmp_path / "cache"
+    words = [f"data.path=['{text}']", f"data.cache='{cache}'"]
+    config = apply_overrides(recipes.tiny(), words)
+    wanted = dry_run(config, None, 1, cluster=cluster)
+    assert "made now, and not kept" in caplog.text
+    assert not cache.exists()
+    run_words(text, tmp_path / "run", f"data.cache='{cache}'", *SHORT)
+
+    def kept() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+    def refused(*given, **named):
+        raise AssertionError("no token is made")
+
+    before = kept()
+    with monkeypatch.context() as patched:
+        patched.setattr("pcomm.integration.data.preparation.build", refused)
+        assert dry_run(config, None, 1, cluster=cluster) == wanted
+    assert "took the tokens" in caplog.text
+    assert kept() == before
+    # What is damaged is not used, and it is left to a run to remove it.
+    cut(max(before, key=lambda path: path.stat().st_size))
+    damaged = kept()
+    assert dry_run(config, None, 1, cluster=cluster) == wanted
+    assert kept() == damaged != before

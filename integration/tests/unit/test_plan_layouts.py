@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from integration_support.short_runs import tiny_config
 from pcomm.core import cli
 from pcomm.core.errors import ConfigError, TopologyError
+from pcomm.integration import recipes
+from pcomm.integration.commands import plan as plan_module
 from pcomm.integration.config.rules import validate, validate_resilient
 from pcomm.integration.config.toml import apply_overrides, to_toml
 from pcomm.integration.forecast import layouts
+from pcomm.integration.forecast.counted_once import CountedOnce
 from pcomm.integration.forecast.counted_step import count_step
 from pcomm.integration.forecast.dry_run import parameters_by_kind, synthetic_batches
 from pcomm.integration.forecast.layouts import candidates, rank_layouts
@@ -243,3 +250,48 @@ def test_a_directory_needs_no_weights(run: Run, files: tuple[Path, Path], tmp_pa
     code, out, err = run("--model", tmp_path, "--gpus", 2, "--cluster", files[1], *words)
     assert (code, err) == (0, "")
     assert "next: pcomm train --dry-run --set model.from=" in out
+
+
+def test_what_is_done_is_told_where_no_terminal_is(
+    run: Run, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "_TELL_S", 1e-3)
+    before = threading.active_count()
+    code, _, err = run("--model", files[0], "--gpus", 1, "--cluster", files[1])
+    assert code == 0
+    assert re.search(r"^layout 1 of 1: dp 1, after \d+ s$", err, re.MULTILINE)
+    assert threading.active_count() == before
+
+
+# Of each there are several, and every one is made of many operations.
+ALIKE = {
+    "GDN": ("G", 1, {}),
+    "both, computed again": ("GM", 1, {"train.recompute": "true"}),
+    "shards": ("GA", 2, {"parallel.data": "'shard'"}),
+    "context parallel": ("GM", 2, {"parallel.cp": "2"}),
+    "micro-batches of packs that differ": ("M", 1, {"train.micro_batch_tokens": "64"}),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_is_told_again_is_what_is_counted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle counts each layer: events in order, and memory to the byte."""
+    pattern, num_ranks, words = ALIKE[case]
+    changes = {"model.layers": "4", "model.pattern": f"'{pattern}'", "data.vocabulary": "300"}
+    changes |= {"train.sequence_length": "64", "train.global_batch_tokens": "256", **words}
+    config = apply_overrides(recipes.tiny(), [f"{key}={value}" for key, value in changes.items()])
+    resolved = validate(config, num_ranks)
+    again, times = CountedOnce._again, 0
+
+    def told(self: CountedOnce, *given: Any) -> Any:
+        nonlocal times
+        times += 1
+        return again(self, *given)
+
+    monkeypatch.setattr(CountedOnce, "_again", told)
+    found = count_step(resolved, synthetic_batches(resolved))
+    assert times > 10
+    monkeypatch.setattr(CountedOnce, "within", lambda self: nullcontext())
+    wanted = count_step(resolved, synthetic_batches(resolved))
+    assert found.memory == wanted.memory
+    assert [str(event) for event in found.events] == [str(event) for event in wanted.events]

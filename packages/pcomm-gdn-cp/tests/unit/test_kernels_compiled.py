@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ TOKENS = 256
 TABLES = chunk_tables((0, TOKENS), torch.device("cpu"))
 # Shared memory of a block, in bytes, which both have.
 MOST_SHARED = 227 << 10
-# Bytes that a thread keeps in memory for want of registers, in products as exact as fp32.
+# Bytes that a thread keeps in memory for want of registers, in products as exact as fp32, and how
+# many more the compilers of other versions of Triton may keep: with 3.8 it is up to 40.
 MOST_SPILLED = {
     "scan_kernel": 128,
     "back_through_scan_kernel": 384,
     "collect_kernel": 832,
 }
+MORE_SPILLED = 0 if version("triton").startswith("3.7.") else 64
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,7 +124,7 @@ def check(launch: KernelLaunch, capability: int, *, spills: bool = True) -> None
     if "PRECISION" in launch.arguments and launch.arguments.get("CORRECTED", True):
         assert re.search(r"\bmma\.sync|\bwgmma\.mma|\btcgen05\.mma", ptx), name
     if spills:
-        assert spilled_bytes(kernel) <= MOST_SPILLED.get(name, 0), name
+        assert spilled_bytes(kernel) <= MOST_SPILLED.get(name, 0) + MORE_SPILLED, name
 
 
 @pytest.mark.parametrize("place", range(8))

@@ -6,9 +6,11 @@ import argparse
 import json
 import shlex
 import sys
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pcomm.core.errors import ConfigError
 
@@ -84,16 +86,16 @@ class LayoutMode:
         else:
             machine = measured_machine(arguments.gpus, resolve_model(config.model).width)
             replay = Replay(arguments.gpus, arguments.seconds / 2)
-        ranking = rank_layouts(
-            config,
-            arguments.gpus,
-            machine,
-            replay=replay,
-            limit_s=arguments.seconds,
-            progress=_progress,
-            is_resilient=arguments.resilient,
-        )
-        _progress("")
+        with _Progress() as progress:
+            ranking = rank_layouts(
+                config,
+                arguments.gpus,
+                machine,
+                replay=replay,
+                limit_s=arguments.seconds,
+                progress=progress.tell,
+                is_resilient=arguments.resilient,
+            )
         if arguments.json:
             print(json.dumps(_document(ranking, machine, config, arguments.resilient), indent=2))
         else:
@@ -125,10 +127,41 @@ def _config(path: Path, overrides: list[str]) -> Config:
     return start_config(config, Path(), is_new=True, given=given, has_weights=False)
 
 
-def _progress(line: str) -> None:
-    """One line that is written over where that can be seen."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+# Where nobody looks on, what is done is told so often: in a log a line for each layout is too many.
+_TELL_S = 10.0
+
+
+class _Progress:
+    """What is done, on stderr: one line that is written over, or in a log one now and then."""
+
+    def __init__(self) -> None:
+        self._is_seen, self._line = sys.stderr.isatty(), "comparing layouts"
+        self._is_over = threading.Event()
+        self._teller = threading.Thread(target=self._tell_again, daemon=True)
+
+    def __enter__(self) -> Self:
+        if not self._is_seen:
+            self._teller.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_seen:
+            self.tell("")
+            return
+        self._is_over.set()
+        self._teller.join()
+
+    def tell(self, line: str) -> None:
+        """This is done now."""
+        self._line = line
+        if self._is_seen:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def _tell_again(self) -> None:
+        start = time.monotonic()
+        while not self._is_over.wait(_TELL_S):
+            passed = time.monotonic() - start
+            print(f"{self._line}, after {passed:.0f} s", file=sys.stderr, flush=True)
 
 
 def _lines(

@@ -59,13 +59,15 @@ class Prepared:
     """Documents that were skipped because they hold no text, or white space only."""
 
 
-def prepare(data: DataConfig, run_dir: Path, *, keep_tokenizer: bool = False) -> Prepared:
+def prepare(
+    data: DataConfig, run_dir: Path, *, keep_tokenizer: bool = False, shares: bool = True
+) -> Prepared:
     """Tokenise the corpus into `run_dir`, or open what is there if it is still the same.
 
     One rank calls it, then all others call `open_prepared`. What depends on a changed file, key
     or tokenizer is built again. Arguments and errors are those of `build_beside`.
     """
-    built = build_beside(data, run_dir, keep_tokenizer=keep_tokenizer)
+    built = build_beside(data, run_dir, keep_tokenizer=keep_tokenizer, shares=shares)
     if built is not None:
         built.take_place()
     return open_prepared(run_dir)
@@ -77,6 +79,7 @@ def build_beside(
     *,
     keep_tokenizer: bool = False,
     check: Callable[[str], None] | None = None,
+    shares: bool = True,
 ) -> BuiltTokens | None:
     """The first half of `prepare`, after which `run_dir` still has the tokens that it had. Local.
 
@@ -88,6 +91,7 @@ def build_beside(
             a resumed run, whose weights mean nothing under another one.
         check: Function that, with a kept tokenizer, is given the fingerprint before any text is
             encoded, and raises if that is of no use.
+        shares: False takes tokens that another run has kept, and keeps none for others.
 
     Returns:
         What was built; None if the tokens that are there are the same, and undamaged by their
@@ -122,9 +126,11 @@ def build_beside(
         return None
     built = BuiltTokens(run_dir, has_tokenizer=kept is None)
     built.begin()
-    shared = SharedTokens(cache_folder(data.cache))
+    shared = SharedTokens(cache_folder(data.cache), is_read_only=not shares)
     key = hash_of(f"{text} {tokenizer}".encode())
     if not shared.take(key, made_from, built.folder, has_tokenizer=built.has_tokenizer):
+        if not shares:
+            _log.info("no run has kept the tokens of this text: they are made now, and not kept")
         build(sources, data, made_from, built, kept)
         if file_times(files)[0] == times:
             shared.keep(key, built.folder)

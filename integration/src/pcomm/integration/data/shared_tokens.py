@@ -56,15 +56,16 @@ class SharedTokens:
 
     Args:
         folder: The folder, which need not exist; None to share nothing.
+        is_read_only: True to take entries, and to change nothing in the folder.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, *, is_read_only: bool = False) -> None:
+        self._folder, self._is_read_only = folder, is_read_only
 
     def take(self, key: str, sources: str, target: Path, *, has_tokenizer: bool) -> bool:
         """Put the files of an entry into a new folder, and compare them with their checksums.
 
-        An entry that cannot be used is removed, with a message.
+        An entry that cannot be used is removed where that is allowed, with a message.
 
         Args:
             key: Hash of all that the tokens are made from.
@@ -100,7 +101,7 @@ class SharedTokens:
             key: Hash of all that they are made from.
             folder: Tokens with their manifest, and with the tokenizer if it was trained on them.
         """
-        if self._folder is None:
+        if self._folder is None or self._is_read_only:
             return
         partial = self._folder / f".{key}.{uuid.uuid4().hex}"
         try:
@@ -129,6 +130,8 @@ class SharedTokens:
 
     def _remove(self, entry: Path) -> None:
         """Take an entry away under another name, so that no run finds half of it."""
+        if self._is_read_only:
+            return
         away = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
         try:
             entry.rename(away)

@@ -26,6 +26,7 @@ from pcomm.core import Groups, GroupSpec, Topology
 from pcomm.integration.config.nonuniform import plan_of
 from pcomm.integration.config.sections import Resolved
 from pcomm.integration.data.batches import TrainBatches
+from pcomm.integration.forecast.counted_once import CountedOnce
 from pcomm.integration.forecast.lone_rank import Sent, lone_groups, lone_world
 from pcomm.integration.forecast.replay import OperationCall
 from pcomm.integration.parallelize import build_model, open_run_groups
@@ -144,6 +145,7 @@ class StepCounter:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._watch = _Allocations()
+        self._once = CountedOnce(self._watch, self._events)
 
     def open_groups(
         self, topology: Topology, specs: Sequence[str | tuple[str, str] | GroupSpec], **_: object
@@ -154,7 +156,8 @@ class StepCounter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Within it tensors have no memory, and what is done with them is counted."""
-        with self._watch.following(), _FakeRank(self._watch, self._events):
+        rank = _FakeRank(self._watch, self._events)
+        with self._watch.following(), self._once.within(), rank:
             yield
 
     def begin(self) -> None:
@@ -201,12 +204,29 @@ class _Allocations:
     clock: int = 0
     peak: int = 0
     peak_at: int = 0
-    at_peak: set[int] = field(default_factory=set)
 
     def begin(self) -> None:
         """Look for a new peak from now on."""
         self.peak = 0
         self._look()
+
+    def restart(self) -> tuple[int, int]:
+        """Look for a new peak; returns the one so far, for `reach`."""
+        before = self.peak, self.peak_at
+        self.begin()
+        return before
+
+    def reach(self, peak: tuple[int, int]) -> None:
+        """What was the peak before is one again, if nothing held as much since."""
+        if peak[0] >= self.peak:
+            self.peak, self.peak_at = peak
+
+    def hold(self, extra: int) -> None:
+        """So many bytes more are there for a moment."""
+        self.clock += 1
+        self.total += extra
+        self._look()
+        self.total -= extra
 
     def see(self, result: object) -> None:
         """An operation has this result."""

@@ -325,7 +325,7 @@ def _prepared(
     """The tokens that the run would have; None where there is too much text to make them now.
 
     They are made in a folder of their own, as the run makes them, with the tokenizer of the run
-    that goes on.
+    that goes on; or taken from those that an earlier run has kept. None are kept.
     """
     if _text_bytes(find_files(config.data)) > _TOKENISED_BYTES:
         try:
@@ -336,14 +336,13 @@ def _prepared(
         return
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pcomm-dry-run-")))
-        unkept = replace(config, data=replace(config.data, cache="none"))
         try:
             if keeps_tokenizer:
                 load_tokenizer(run_dir / TOKENIZER)
                 shutil.copy(run_dir / TOKENIZER, folder / TOKENIZER)
-                prepared = prepare(unkept.data, folder, keep_tokenizer=True)
+                prepared = prepare(config.data, folder, keep_tokenizer=True, shares=False)
             else:
-                prepare_folder(unkept, folder, must_restart=True)
+                prepare_folder(config, folder, must_restart=True, shares=False)
                 prepared = open_prepared(folder)
         except PcommError as error:
             # As the run would say it, of its own folder.

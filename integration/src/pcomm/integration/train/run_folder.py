@@ -89,7 +89,9 @@ def hold_folder(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def prepare_folder(config: Config, run_dir: Path, *, must_restart: bool) -> None:
+def prepare_folder(
+    config: Config, run_dir: Path, *, must_restart: bool, shares: bool = True
+) -> None:
     """Make an orderly folder with tokenised text in it. On one rank.
 
     A run that is refused changes nothing there: what a checkpoint demands is compared first, new
@@ -99,6 +101,7 @@ def prepare_folder(config: Config, run_dir: Path, *, must_restart: bool) -> None
         config: The validated configuration; its `data` says which text.
         run_dir: Folder of the run, which is made if it is absent.
         must_restart: True to remove the checkpoints and metrics that are there.
+        shares: False keeps no tokens for other runs; see `build_beside`.
 
     Raises:
         PcommError: The folder cannot be written, the text not be used, or the text is not the one
@@ -120,6 +123,7 @@ def prepare_folder(config: Config, run_dir: Path, *, must_restart: bool) -> None
                 run_dir,
                 keep_tokenizer=is_placed or kept is not None,
                 check=None if kept is None else check,
+                shares=shares,
             )
         run_dir.mkdir(parents=True, exist_ok=True)
         for folder in remove_partial(run_dir):

@@ -71,7 +71,7 @@ class Launch:
 # In these the launcher takes grid, stream, function, metadata, and hooks with what they are told.
 # That is private to Triton, and kept for the rows `nvls host`: an all-reduce that is launched again
 # takes the host 5 us so, and 55 us by the checks and Triton's own launch (a Xeon of 2.5 GHz).
-_KNOWN_TRITON = ("3.6.", "3.7.")
+_KNOWN_TRITON = ("3.6.", "3.7.", "3.8.")
 
 # Triton's interpreter keeps in one place of the process which block of which grid it is in.
 _interpreter = threading.Lock()
