@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -116,57 +116,94 @@ def launches(
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    given = Given(
+        logits_RV,
+        logits_RV.stride(0),
+        told_6R,
+        num_rows,
+        scratch(num_rows, parts, dtype=torch.float32),
+        scratch(num_rows, _BINS, dtype=torch.int64),
+        scratch(num_rows, _BINS, dtype=torch.int32),
+        mixed_V,
+        scratch(num_rows, parts, dtype=torch.float32),
+        scratch(num_rows, parts, dtype=torch.int32),
+    )
+    padded, each = triton.next_power_of_2(parts), (_PART, _TILE, _LISTED, _BINS, _BINS_PER_LOGIT)
     common = {
-        "logits": logits_RV,
-        "row_stride": logits_RV.stride(0),
-        "told": told_6R,
-        "largest": scratch(num_rows, parts, dtype=torch.float32),
-        "masses": scratch(num_rows, _BINS, dtype=torch.int64),
-        "counts": scratch(num_rows, _BINS, dtype=torch.int32),
-        "num_rows": num_rows,
-        "VOCABULARY": vocabulary,
-        "PARTS": parts,
-        "PADDED_PARTS": triton.next_power_of_2(parts),
-        "PART": _PART,
-        "TILE": _TILE,
-        "BINS": _BINS,
-        "BINS_PER_LOGIT": _BINS_PER_LOGIT,
+        "given": given,
+        "sizes": Sizes(*map(tl.constexpr, (vocabulary, parts, padded, *each))),
+        # Arrivals, and how many tokens are listed.
+        "state": scratch(2, num_rows, dtype=torch.int32),
     }
-    of_parts = {
-        "mixed": mixed_V,
-        "scores": scratch(num_rows, parts, dtype=torch.float32),
-        "ids": scratch(num_rows, parts, dtype=torch.int32),
-    }
-    # Arrivals, and how many tokens are listed.
-    state = scratch(2, num_rows, dtype=torch.int32)
-    grid = (num_rows, parts)
     listed = scratch(2, num_rows, vocabulary, dtype=torch.int32)
+    last = {**common, "listed": listed, "out": out_R, "num_warps": 8}
+    grid = (num_rows, parts)
     return (
-        KernelLaunch(largest_kernel, grid, {**common, "state": state}, device),
-        KernelLaunch(draw_kernel, grid, {**common, **of_parts}, device),
-        KernelLaunch(
-            choose_kernel,
-            grid,
-            {
-                **common,
-                **of_parts,
-                "state": state,
-                "listed": listed,
-                "out": out_R,
-                "LISTED": _LISTED,
-                "num_warps": 8,
-            },
-            device,
-        ),
+        KernelLaunch(largest_kernel, grid, common, device),
+        KernelLaunch(draw_kernel, grid, common, device),
+        KernelLaunch(choose_kernel, grid, last, device),
     )
 
 
 # -- what all three read ---------------------------------------------------------------------
 
 
+class Given(NamedTuple):
+    """Logits, what is told of their rows, and what launches leave for those behind them."""
+
+    logits: Any
+    row_stride: Any
+    told: Any
+    num_rows: Any
+    largest: Any
+    masses: Any
+    counts: Any
+    mixed: Any
+    scores: Any
+    ids: Any
+
+
+class Sizes(NamedTuple):
+    """The vocabulary, parts of it, and the numbers at the top, each a `tl.constexpr`."""
+
+    VOCABULARY: Any
+    PARTS: Any
+    PADDED_PARTS: Any
+    PART: Any
+    TILE: Any
+    LISTED: Any
+    BINS: Any
+    BINS_PER_LOGIT: Any
+
+
+class Row(NamedTuple):
+    """A row in a kernel: its number, its largest logit, and what `_told` says of it."""
+
+    number: Any
+    most: Any
+    key: Any
+    is_drawn: Any
+    divisor: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _number(told: tl.tensor, place: tl.constexpr, num_rows: tl.tensor, row: tl.tensor) -> Any:
-    return tl.load(told + place * num_rows + row).to(tl.float64, bitcast=True)
+def _row(given: Given, sizes: Sizes) -> Row:
+    row = tl.program_id(0).to(tl.int64)
+    most = _largest_of_row(given.largest, row, sizes.PARTS, sizes.PADDED_PARTS)
+    told, step = given.told + row, given.num_rows
+    return Row(
+        row,
+        most,
+        tl.load(told),
+        tl.load(told + step),
+        tl.load(told + 2 * step).to(tl.float64, bitcast=True).to(tl.float32),
+        tl.load(told + 3 * step),
+        tl.load(told + 4 * step).to(tl.float64, bitcast=True),
+        tl.load(told + 5 * step).to(tl.float64, bitcast=True).to(tl.float32),
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -187,12 +224,16 @@ def _largest_or_nan(numbers: tl.tensor) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _below(
-    logits: tl.tensor, id: tl.tensor, is_id: tl.tensor, most: tl.tensor, divisor: tl.tensor
-) -> Any:
-    """Logits less the largest, by the temperature; minus infinity for ids that are none."""
-    found = tl.load(logits + id, mask=is_id, other=-_INFINITY).to(tl.float32) - most
-    return tl.div_rn(found, tl.full(found.shape, 1.0, tl.float32) * divisor)
+def _tile(given: Given, sizes: Sizes, row: Row, start: tl.tensor) -> Any:
+    """Ids of a turn of a part, which of them are tokens, and how far these are below the largest.
+
+    Logits less the largest, by the temperature; minus infinity for ids that are none.
+    """
+    id = tl.program_id(1) * sizes.PART + start + tl.arange(0, sizes.TILE)
+    is_id = id < sizes.VOCABULARY
+    place = given.logits + row.number * given.row_stride + id
+    found = tl.load(place, mask=is_id, other=-_INFINITY).to(tl.float32) - row.most
+    return id, is_id, tl.div_rn(found, tl.full(found.shape, 1.0, tl.float32) * row.divisor)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -203,8 +244,8 @@ def _units(below: tl.tensor) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bin(below: tl.tensor, BINS: tl.constexpr, BINS_PER_LOGIT: tl.constexpr) -> Any:
-    return tl.minimum(-below * BINS_PER_LOGIT, BINS - 1.0).to(tl.int32)
+def _bin(below: tl.tensor, sizes: Sizes) -> Any:
+    return tl.minimum(-below * sizes.BINS_PER_LOGIT, sizes.BINS - 1.0).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -236,233 +277,244 @@ def _better(best: tl.tensor, best_id: tl.tensor, score: tl.tensor, id: tl.tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def largest_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    told: tl.tensor,
-    largest: tl.tensor,
-    masses: tl.tensor,
-    counts: tl.tensor,
-    num_rows: tl.tensor,
-    state: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-) -> None:
+def largest_kernel(given: Given, sizes: Sizes, state: tl.tensor) -> None:
     """The largest logit of a part; and zeros for what the others add to."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    most = tl.full([TILE], -float("inf"), tl.float32)
-    is_none = tl.full([TILE], 0, tl.int1)
-    for start in range(0, PART, TILE):
-        id = part * PART + start + tl.arange(0, TILE)
-        found = tl.load(logits + row * row_stride + id, mask=id < VOCABULARY, other=-_INFINITY)
-        found = found.to(tl.float32)
+    most = tl.full([sizes.TILE], -float("inf"), tl.float32)
+    is_none = tl.full([sizes.TILE], 0, tl.int1)
+    for start in range(0, sizes.PART, sizes.TILE):
+        id = part * sizes.PART + start + tl.arange(0, sizes.TILE)
+        place = given.logits + row * given.row_stride + id
+        found = tl.load(place, mask=id < sizes.VOCABULARY, other=-_INFINITY).to(tl.float32)
         is_none |= found != found
         most = tl.where(found > most, found, most)
     found = _largest_or_nan(tl.where(is_none, float("nan"), most))
-    tl.store(largest + row * PARTS + part, found)
+    tl.store(given.largest + row * sizes.PARTS + part, found)
     if part == 0:
-        place = row * BINS + tl.arange(0, BINS)
-        tl.store(masses + place, tl.full([BINS], 0, tl.int64))
-        tl.store(counts + place, tl.full([BINS], 0, tl.int32))
+        place = row * sizes.BINS + tl.arange(0, sizes.BINS)
+        tl.store(given.masses + place, tl.full([sizes.BINS], 0, tl.int64))
+        tl.store(given.counts + place, tl.full([sizes.BINS], 0, tl.int32))
         tl.store(state + row, 0)
-        tl.store(state + num_rows + row, 0)
+        tl.store(state + given.num_rows + row, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def draw_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    told: tl.tensor,
-    largest: tl.tensor,
-    masses: tl.tensor,
-    counts: tl.tensor,
-    num_rows: tl.tensor,
-    mixed: tl.tensor,
-    scores: tl.tensor,
-    ids: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-) -> None:
+def draw_kernel(given: Given, sizes: Sizes, state: tl.tensor) -> None:
     """The best token of a part of a row without top-k and top-p; bins of one with."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    most = _largest_of_row(largest, row, PARTS, PADDED_PARTS)
-    key, is_drawn = tl.load(told + row), tl.load(told + num_rows + row)
-    divisor = _number(told, 2, num_rows, row).to(tl.float32)
-    top_k, top_p = tl.load(told + 3 * num_rows + row), _number(told, 4, num_rows, row)
-    min_p = _number(told, 5, num_rows, row).to(tl.float32)
+    row = _row(given, sizes)
+    masses = given.masses + row.number * sizes.BINS
+    counts = given.counts + row.number * sizes.BINS
     best, best_id = -float("inf"), _NO_ID
-    if tl.abs(most) < _INFINITY:
-        for start in range(0, PART, TILE):
-            id = part * PART + start + tl.arange(0, TILE)
-            is_id = id < VOCABULARY
-            below = _below(logits + row * row_stride, id, is_id, most, divisor)
-            if (top_k > 0) | (top_p < 1.0):
-                bin = _bin(below, BINS, BINS_PER_LOGIT)
-                is_counted = bin < BINS - 1
-                units = _units(below)
-                tl.atomic_add(masses + row * BINS + bin, units, mask=is_counted, sem="relaxed")
-                one = tl.full([TILE], 1, tl.int32)
-                tl.atomic_add(counts + row * BINS + bin, one, mask=is_counted, sem="relaxed")
+    if tl.abs(row.most) < _INFINITY:
+        for start in range(0, sizes.PART, sizes.TILE):
+            id, is_id, below = _tile(given, sizes, row, start)
+            if (row.top_k > 0) | (row.top_p < 1.0):
+                bin = _bin(below, sizes)
+                is_counted = bin < sizes.BINS - 1
+                mass, one = _units(below), tl.full([sizes.TILE], 1, tl.int32)
+                tl.atomic_add(masses + bin, mass, mask=is_counted, sem="relaxed")
+                tl.atomic_add(counts + bin, one, mask=is_counted, sem="relaxed")
             else:
                 score = below
-                if is_drawn != 0:
-                    score = _score(below, mixed, id, is_id, key)
-                    score = tl.where(tl.exp(below) >= min_p, score, -_INFINITY)
+                if row.is_drawn != 0:
+                    score = _score(below, given.mixed, id, is_id, row.key)
+                    score = tl.where(tl.exp(below) >= row.min_p, score, -_INFINITY)
                 best, best_id = _better(best, best_id, tl.where(is_id, score, -_INFINITY), id)
-    tl.store(scores + row * PARTS + part, best)
-    tl.store(ids + row * PARTS + part, best_id)
+    place = row.number * sizes.PARTS + tl.program_id(1)
+    tl.store(given.scores + place, best)
+    tl.store(given.ids + place, best_id)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def choose_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    told: tl.tensor,
-    largest: tl.tensor,
-    masses: tl.tensor,
-    counts: tl.tensor,
-    num_rows: tl.tensor,
-    mixed: tl.tensor,
-    scores: tl.tensor,
-    ids: tl.tensor,
-    state: tl.tensor,
-    listed: tl.tensor,
-    out: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-    LISTED: tl.constexpr,
+    given: Given, sizes: Sizes, state: tl.tensor, listed: tl.tensor, out: tl.tensor
 ) -> None:
     """The token of a row, by its last program where it has top-k or top-p."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    most = _largest_of_row(largest, row, PARTS, PADDED_PARTS)
-    key = tl.load(told + row)
-    divisor = _number(told, 2, num_rows, row).to(tl.float32)
-    top_k, top_p = tl.load(told + 3 * num_rows + row), _number(told, 4, num_rows, row)
-    min_p = _number(told, 5, num_rows, row).to(tl.float32)
-    has_cut = ((top_k > 0) | (top_p < 1.0)) & (tl.abs(most) < _INFINITY)
+    row, part = _row(given, sizes), tl.program_id(1)
+    is_finite = tl.abs(row.most) < _INFINITY
+    has_cut = ((row.top_k > 0) | (row.top_p < 1.0)) & is_finite
     if (not has_cut) & (part > 0):
         return
     best, best_id = -float("inf"), _NO_ID
     if has_cut:
-        # Of both cuts, the bin in which it lies; behind all bins where there is none.
-        place = row * BINS + tl.arange(0, BINS)
-        bin_mass, bin_count = tl.load(masses + place), tl.load(counts + place)
-        mass_to = tl.associative_scan(bin_mass, 0, _sum_combine)
-        count_to = tl.associative_scan(bin_count, 0, _sum_combine)
-        number = tl.arange(0, BINS)
-        k_bin, k_count, k_mass = BINS, top_k * 0, top_k * 0
-        least_mass = tl.reduce(bin_mass, 0, _sum_combine)
-        most_mass = least_mass
-        if top_k > 0:
-            k_bin = _first_bin(count_to >= top_k, BINS)
-            k_count = _up_to(bin_count.to(tl.int64), number, k_bin)
-            k_mass = _up_to(bin_mass, number, k_bin)
-            least_mass, most_mass = k_mass, _up_to(bin_mass, number, k_bin + 1)
-        p_bin, last_p_bin = BINS, BINS
-        if top_p < 1.0:
-            p_bin = _first_bin(mass_to.to(tl.float64) >= top_p * least_mass, BINS)
-            last_p_bin = _first_bin(mass_to.to(tl.float64) >= top_p * most_mass, BINS)
-        first_bin = tl.minimum(k_bin, p_bin)
-        first_mass = _up_to(bin_mass, number, first_bin)
-        listed_keys = listed + row * VOCABULARY
-        listed_ids = listed_keys + num_rows.to(tl.int64) * VOCABULARY
-        for start in range(0, PART, TILE):
-            id = part * PART + start + tl.arange(0, TILE)
-            is_id = id < VOCABULARY
-            below = _below(logits + row * row_stride, id, is_id, most, divisor)
-            bin = _bin(below, BINS, BINS_PER_LOGIT)
-            is_kept = is_id & (bin < first_bin)
-            if tl.reduce(is_kept.to(tl.int32), 0, _elementwise_max) != 0:
-                score = _score(below, mixed, id, is_kept, key)
-                is_kept &= tl.exp(below) >= min_p
-                best, best_id = _better(best, best_id, tl.where(is_kept, score, -_INFINITY), id)
-            is_listed = (bin >= first_bin) & (bin <= last_p_bin) & (bin <= k_bin)
-            is_listed = (is_listed | (bin == k_bin)) & is_id & (below > -_INFINITY)
-            own = is_listed.to(tl.int32)
-            own_count = tl.reduce(own, 0, _sum_combine)
-            if own_count > 0:
-                before = tl.atomic_add(state + num_rows + row, own_count, sem="relaxed")
-                to = before + tl.associative_scan(own, 0, _sum_combine) - own
-                tl.store(listed_keys + to, _key(below), mask=is_listed)
-                tl.store(listed_ids + to, id, mask=is_listed)
-        tl.store(scores + row * PARTS + part, best)
-        tl.store(ids + row * PARTS + part, best_id)
+        bins = _bins(given, sizes, row)
+        keys = listed + row.number * sizes.VOCABULARY
+        ids, count = keys + given.num_rows.to(tl.int64) * sizes.VOCABULARY, state + given.num_rows
+        count += row.number
+        best, best_id = _above(given, sizes, row, bins, keys, ids, count, best, best_id)
+        place = row.number * sizes.PARTS + part
+        tl.store(given.scores + place, best)
+        tl.store(given.ids + place, best_id)
         # What all threads have stored comes before the arrival, and it before what is read below.
         tl.debug_barrier()
-        arrived = tl.atomic_add(state + row, 1, sem="acq_rel", scope="gpu")
-        if arrived < PARTS - 1:
+        arrived = tl.atomic_add(state + row.number, 1, sem="acq_rel", scope="gpu")
+        if arrived < sizes.PARTS - 1:
             return
-        num_listed = tl.load(state + num_rows + row, cache_modifier=".cg")
-        # The least key of top-k that is kept, and the last id of those with this key.
-        k_key, k_id = _LEAST_KEY, _NO_ID
-        all_mass = least_mass
-        if top_k > 0:
-            k_key, above, k_mass_of = _cut(
-                listed_keys, num_listed, k_bin, k_bin, k_count, top_k.to(tl.float64), False,
-                _LEAST_KEY, _NO_ID, listed_ids, BINS, BINS_PER_LOGIT, LISTED,
-            )  # fmt: skip
-            k_id = _last_id(
-                listed_keys, listed_ids, num_listed, k_key, top_k - above, VOCABULARY, LISTED
-            )
-            ties = top_k - above
-            all_mass = k_mass + k_mass_of + ties * _units_of(k_key)
-        p_key, p_id = _LEAST_KEY, _NO_ID
-        if top_p < 1.0:
-            needed = top_p * all_mass
-            last_bin = tl.minimum(last_p_bin, k_bin)
-            p_key, above, _ = _cut(
-                listed_keys, num_listed, first_bin, last_bin, first_mass, needed, True,
-                k_key, k_id, listed_ids, BINS, BINS_PER_LOGIT, LISTED,
-            )  # fmt: skip
-            # The ones before it have less mass than is needed, and so it is kept.
-            units = _units_of(p_key).to(tl.float64)
-            fits = (needed - above.to(tl.float64)) / tl.maximum(units, 1.0)
-            ties = tl.where(units > 0, tl.ceil(fits), 2147483647.0).to(tl.int64)
-            p_id = _last_id(listed_keys, listed_ids, num_listed, p_key, ties, VOCABULARY, LISTED)
-        for start in range(0, num_listed, LISTED):
-            at = start + tl.arange(0, LISTED)
-            is_one = at < num_listed
-            own_key = tl.load(listed_keys + at, mask=is_one, other=0, cache_modifier=".cg")
-            id = tl.load(listed_ids + at, mask=is_one, other=0, cache_modifier=".cg")
-            below = _of_key(own_key)
-            is_kept = is_one & ((own_key > k_key) | ((own_key == k_key) & (id <= k_id)))
-            is_kept &= (own_key > p_key) | ((own_key == p_key) & (id <= p_id))
-            is_kept &= tl.exp(below) >= min_p
-            score = _score(below, mixed, id, is_kept, key)
-            best, best_id = _better(best, best_id, tl.where(is_kept, score, -_INFINITY), id)
-    other = tl.arange(0, PADDED_PARTS)
-    is_part = other < PARTS
-    place = row * PARTS + other
-    score = tl.load(scores + place, mask=is_part, other=-_INFINITY, cache_modifier=".cg")
-    id = tl.load(ids + place, mask=is_part, other=_NO_ID, cache_modifier=".cg")
+        between = Listed(keys, ids, tl.load(count, cache_modifier=".cg"))
+        best, best_id = _between(given, sizes, row, bins, between, best, best_id)
+    other = tl.arange(0, sizes.PADDED_PARTS)
+    is_part, place = other < sizes.PARTS, row.number * sizes.PARTS + other
+    score = tl.load(given.scores + place, mask=is_part, other=-_INFINITY, cache_modifier=".cg")
+    id = tl.load(given.ids + place, mask=is_part, other=_NO_ID, cache_modifier=".cg")
     best, best_id = _better(best, best_id, score, id)
-    tl.store(out + row, tl.where(tl.abs(most) < _INFINITY, best_id.to(tl.int64), -1))
+    tl.store(out + row.number, tl.where(is_finite, best_id.to(tl.int64), -1))
+
+
+class Bins(NamedTuple):
+    """Between which bins a cut lies; behind all bins where there is none.
+
+    Args:
+        k_bin: Bin of the last token of top-k.
+        k_count: Number of tokens before it.
+        k_mass: Mass of those.
+        first: The first bin with a cut.
+        first_mass: Mass before that.
+        last_p: The last bin in which the cut of top-p may lie.
+        mass: Mass of all tokens without top-k.
+    """
+
+    k_bin: Any
+    k_count: Any
+    k_mass: Any
+    first: Any
+    first_mass: Any
+    last_p: Any
+    mass: Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _first_bin(is_reached: tl.tensor, BINS: tl.constexpr) -> Any:
+def _bins(given: Given, sizes: Sizes, row: Row) -> Bins:
+    """Of both cuts, the bin in which it lies."""
+    number = tl.arange(0, sizes.BINS)
+    place = row.number * sizes.BINS + number
+    bin_mass, bin_count = tl.load(given.masses + place), tl.load(given.counts + place)
+    mass_to = tl.associative_scan(bin_mass, 0, _sum_combine)
+    count_to = tl.associative_scan(bin_count, 0, _sum_combine)
+    k_bin, k_count, k_mass = tl.full([], sizes.BINS, tl.int32), row.top_k * 0, row.top_k * 0
+    least_mass = tl.reduce(bin_mass, 0, _sum_combine)
+    most_mass = least_mass
+    if row.top_k > 0:
+        k_bin = _first_bin(count_to >= row.top_k, sizes)
+        k_count = _up_to(bin_count.to(tl.int64), number, k_bin)
+        k_mass = _up_to(bin_mass, number, k_bin)
+        least_mass, most_mass = k_mass, _up_to(bin_mass, number, k_bin + 1)
+    p_bin, last_p = tl.full([], sizes.BINS, tl.int32), tl.full([], sizes.BINS, tl.int32)
+    if row.top_p < 1.0:
+        p_bin = _first_bin(mass_to.to(tl.float64) >= row.top_p * least_mass, sizes)
+        last_p = _first_bin(mass_to.to(tl.float64) >= row.top_p * most_mass, sizes)
+    first = tl.minimum(k_bin, p_bin)
+    first_mass = _up_to(bin_mass, number, first)
+    return Bins(k_bin, k_count, k_mass, first, first_mass, last_p, least_mass)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_bin(is_reached: tl.tensor, sizes: Sizes) -> Any:
     """The first bin that reaches what is wanted; the last one where none does."""
-    return tl.minimum(tl.reduce((~is_reached).to(tl.int32), 0, _sum_combine), BINS - 1)
+    return tl.minimum(tl.reduce((~is_reached).to(tl.int32), 0, _sum_combine), sizes.BINS - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _up_to(of_bins: tl.tensor, number: tl.tensor, end: tl.tensor) -> Any:
     return tl.reduce(tl.where(number < end, of_bins, 0), 0, _sum_combine)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _above(
+    given: Given,
+    sizes: Sizes,
+    row: Row,
+    bins: Bins,
+    keys: tl.tensor,
+    ids: tl.tensor,
+    count: tl.tensor,
+    best: tl.tensor,
+    best_id: tl.tensor,
+) -> Any:
+    """The best token of a part among those above the cuts; those between them are listed."""
+    for start in range(0, sizes.PART, sizes.TILE):
+        id, is_id, below = _tile(given, sizes, row, start)
+        bin = _bin(below, sizes)
+        is_kept = is_id & (bin < bins.first)
+        if tl.reduce(is_kept.to(tl.int32), 0, _elementwise_max) != 0:
+            score = _score(below, given.mixed, id, is_kept, row.key)
+            is_kept &= tl.exp(below) >= row.min_p
+            best, best_id = _better(best, best_id, tl.where(is_kept, score, -_INFINITY), id)
+        is_listed = (bin >= bins.first) & (bin <= bins.last_p) & (bin <= bins.k_bin)
+        is_listed = (is_listed | (bin == bins.k_bin)) & is_id & (below > -_INFINITY)
+        own = is_listed.to(tl.int32)
+        own_count = tl.reduce(own, 0, _sum_combine)
+        if own_count > 0:
+            before = tl.atomic_add(count, own_count, sem="relaxed")
+            to = before + tl.associative_scan(own, 0, _sum_combine) - own
+            tl.store(keys + to, _key(below), mask=is_listed)
+            tl.store(ids + to, id, mask=is_listed)
+    return best, best_id
+
+
+# -- the tokens between the cuts -------------------------------------------------------------
+
+
+class Listed(NamedTuple):
+    """Keys and ids of the tokens of a row that are listed, and their number."""
+
+    keys: Any
+    ids: Any
+    count: Any
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(listed: Listed, start: tl.tensor, sizes: Sizes) -> Any:
+    """Keys and ids of a turn, and which of them are there."""
+    at = start + tl.arange(0, sizes.LISTED)
+    is_one = at < listed.count
+    key = tl.load(listed.keys + at, mask=is_one, other=_LEAST_KEY, cache_modifier=".cg")
+    id = tl.load(listed.ids + at, mask=is_one, other=_NO_ID, cache_modifier=".cg")
+    return key, id, is_one
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _between(
+    given: Given,
+    sizes: Sizes,
+    row: Row,
+    bins: Bins,
+    listed: Listed,
+    best: tl.tensor,
+    best_id: tl.tensor,
+) -> Any:
+    """The best of `best` and of the listed tokens that both cuts keep."""
+    # The least key of top-k that is kept, and the last id of those with this key.
+    k_key, k_id = _LEAST_KEY, _NO_ID
+    mass = bins.mass
+    if row.top_k > 0:
+        k_key, above, mass_above = _cut(
+            listed, bins.k_bin, bins.k_bin, bins.k_count, row.top_k.to(tl.float64), False,
+            _LEAST_KEY, _NO_ID, sizes,
+        )  # fmt: skip
+        ties = row.top_k - above
+        k_id = _last_id(listed, k_key, ties, sizes)
+        mass = bins.k_mass + mass_above + ties * _units_of(k_key)
+    p_key, p_id = _LEAST_KEY, _NO_ID
+    if row.top_p < 1.0:
+        needed = row.top_p * mass
+        last_bin = tl.minimum(bins.last_p, bins.k_bin)
+        p_key, above, _ = _cut(
+            listed, bins.first, last_bin, bins.first_mass, needed, True, k_key, k_id, sizes
+        )
+        # The ones before it have less mass than is needed, and so it is kept.
+        units = _units_of(p_key).to(tl.float64)
+        fits = (needed - above.to(tl.float64)) / tl.maximum(units, 1.0)
+        ties = tl.where(units > 0, tl.ceil(fits), 2147483647.0).to(tl.int64)
+        p_id = _last_id(listed, p_key, ties, sizes)
+    for start in range(0, listed.count, sizes.LISTED):
+        key, id, is_kept = _turn(listed, start, sizes)
+        below = _of_key(key)
+        is_kept &= (key > k_key) | ((key == k_key) & (id <= k_id))
+        is_kept &= (key > p_key) | ((key == p_key) & (id <= p_id))
+        is_kept &= tl.exp(below) >= row.min_p
+        score = _score(below, given.mixed, id, is_kept, row.key)
+        best, best_id = _better(best, best_id, tl.where(is_kept, score, -_INFINITY), id)
+    return best, best_id
 
 
 # A key is an integer in the order of the logits, none of which is above 0.
@@ -483,8 +535,7 @@ def _units_of(key: tl.tensor) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut(
-    keys: tl.tensor,
-    num_listed: tl.tensor,
+    listed: Listed,
     first_bin: tl.tensor,
     last_bin: tl.tensor,
     before: tl.tensor,
@@ -492,10 +543,7 @@ def _cut(
     BY_MASS: tl.constexpr,
     k_key: tl.tensor,
     k_id: tl.tensor,
-    ids: tl.tensor,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-    LISTED: tl.constexpr,
+    sizes: Sizes,
 ) -> Any:
     """The least key such that the tokens above it, and those before the bins, are not enough.
 
@@ -503,18 +551,15 @@ def _cut(
         The key, how many tokens are above it or what mass they have, and the mass of those that
         are listed.
     """
-    low, high = _LEAST_KEY - 1, num_listed * 0
+    low, high = _LEAST_KEY - 1, listed.count * 0
     above, mass_above = before, before * 0
     while high - low > 1:
         middle = low + (high - low) // 2
         total, mass = before, before * 0
-        for start in range(0, num_listed, LISTED):
-            at = start + tl.arange(0, LISTED)
-            is_one = at < num_listed
-            key = tl.load(keys + at, mask=is_one, other=_LEAST_KEY, cache_modifier=".cg")
-            id = tl.load(ids + at, mask=is_one, other=0, cache_modifier=".cg")
+        for start in range(0, listed.count, sizes.LISTED):
+            key, id, is_one = _turn(listed, start, sizes)
             below = _of_key(key)
-            bin = _bin(below, BINS, BINS_PER_LOGIT)
+            bin = _bin(below, sizes)
             is_one &= (key > middle) & (bin >= first_bin) & (bin <= last_bin)
             is_one &= (key > k_key) | ((key == k_key) & (id <= k_id))
             units = tl.reduce(tl.where(is_one, _units(below), 0), 0, _sum_combine)
@@ -528,25 +573,14 @@ def _cut(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _last_id(
-    keys: tl.tensor,
-    ids: tl.tensor,
-    num_listed: tl.tensor,
-    key: tl.tensor,
-    number: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    LISTED: tl.constexpr,
-) -> Any:
+def _last_id(listed: Listed, key: tl.tensor, number: tl.tensor, sizes: Sizes) -> Any:
     """The least id such that so many tokens with this key have it or a lower one."""
-    low, high = num_listed * 0 - 1, num_listed * 0 + VOCABULARY
+    low, high = listed.count * 0 - 1, listed.count * 0 + sizes.VOCABULARY
     while high - low > 1:
         middle = low + (high - low) // 2
         found = number * 0
-        for start in range(0, num_listed, LISTED):
-            at = start + tl.arange(0, LISTED)
-            is_one = at < num_listed
-            own = tl.load(keys + at, mask=is_one, other=0, cache_modifier=".cg")
-            id = tl.load(ids + at, mask=is_one, other=_NO_ID, cache_modifier=".cg")
+        for start in range(0, listed.count, sizes.LISTED):
+            own, id, is_one = _turn(listed, start, sizes)
             is_one &= (own == key) & (id <= middle)
             found += tl.reduce(is_one.to(tl.int64), 0, _sum_combine)
         if found >= number:
