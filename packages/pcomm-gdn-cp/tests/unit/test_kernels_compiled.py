@@ -39,11 +39,12 @@ def recurrence_launches(width: int, *, is_corrected: bool = True) -> list[Kernel
     """Forward and backward of a recurrence of 16 key heads and 32 value heads."""
     from pcomm.gdn_cp.ops.kernels import triton_chunks as there
     from pcomm.gdn_cp.ops.kernels import triton_chunks_backward as back
+    from pcomm.gdn_cp.ops.kernels.triton_pieces import Recurrence
 
     q, k = torch.empty(2, TOKENS, 16, width)
     v, (g, beta) = half(TOKENS, 32, width), torch.empty(2, TOKENS, 32)
     skip = None if is_corrected else torch.empty(32)
-    given = there.Recurrence(TABLES, q, k, v, g, beta, skip, is_corrected)
+    given = Recurrence(TABLES, q, k, v, g, beta, skip, is_corrected)
     first, local = there.local_launch(given)
     second, scanned = there.scan_launch(given, local, None)
     third, output = there.read_launch(given, local, scanned)

@@ -17,6 +17,7 @@ _MODULES = (
     "attention.turn_kernel",
     "attention.decode_kernel",
     "layers.step_kernels",
+    "sampling.cut_kernels",
     "sampling.draw_kernels",
     "sampling.edit_kernel",
 )

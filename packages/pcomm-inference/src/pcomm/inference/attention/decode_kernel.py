@@ -28,7 +28,6 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.standard import _elementwise_max, _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.attention.scores import PLAIN, Softmax
@@ -267,10 +266,10 @@ def _attended(
         if weights.slopes is not None:
             score += slope[:, None] * (position - newest)[None, :].to(tl.float32)
         score = tl.where(is_seen[None, :], score, float("-inf"))
-        higher = tl.maximum(high, tl.reduce(score, 1, _elementwise_max))
+        higher = tl.maximum(high, tl.max(score, 1))
         weight = tl.exp(score - higher[:, None])
         shrink = tl.exp(high - higher)
-        total = total * shrink + tl.reduce(weight, 1, _sum_combine)
+        total = total * shrink + tl.sum(weight, 1)
         mixed = mixed * shrink[:, None]
         mixed = dot(rounded(weight, query.dtype), value.to(query.dtype), mixed)
         high = higher

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.attention.turn import HeadTurn
@@ -148,7 +147,7 @@ def _turned(
     wide = own.to(tl.float32)
     factor = tl.full([heads.shape[0]], 1.0, tl.float32)
     if norm is not None:
-        factor = tl.rsqrt(tl.reduce(wide * wide, 1, _sum_combine) / shape.WIDTH + eps)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / shape.WIDTH + eps)
         wide = _scaled(wide, factor, norm, column, turn, shape, dtype)
     if turn.PAIRS > 0:
         is_first, is_turned = column < turn.PAIRS, column < 2 * turn.PAIRS

@@ -20,7 +20,6 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.kernel_arithmetic import DTYPES, dot, rounded
@@ -171,7 +170,7 @@ def product_kernel(
             below = weight + (line + OUTPUTS * INPUTS)[:, None] + column[None, :]
             above = dot(tl.load(below, mask=is_read, other=0.0), tile, above)
     if norm_weight is not None:
-        factor = tl.rsqrt(tl.reduce(squares, 0, _sum_combine) / INPUTS + eps)[None, :]
+        factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)[None, :]
         found *= factor
         above *= factor
     if bias is not None:
@@ -253,7 +252,7 @@ def add_norm_kernel(
         found = rounded(found.to(tl.float32) + addend.to(tl.float32), found.dtype)
         tl.store(sums + start + column, found, mask=is_column)
     wide = found.to(tl.float32)
-    factor = tl.rsqrt(tl.reduce(wide * wide, 0, _sum_combine) / WIDTH + eps)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     scale = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     if ADDS_ONE:
         scale += 1.0

@@ -25,11 +25,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from pcomm.core.kernel_launch import KernelLaunch
-from pcomm.gdn_cp.ops.kernels.triton_chunks import (
-    Local,
+from pcomm.gdn_cp.ops.kernels.triton_chunks import Local, Scanned
+from pcomm.gdn_cp.ops.kernels.triton_pieces import (
     Recurrence,
     Rows,
-    Scanned,
     Sizes,
     Tokens,
     decays_of,
@@ -269,7 +268,7 @@ def back_through_scan_kernel(
         put(right, at, head, columns, found, sizes.H, sizes.V)
         later = ()
         for block in tl.static_range(sizes.BLOCKS):
-            rows = block * sizes.BK + tl.arange(0, sizes.BK)
+            rows = tl.arange(0, sizes.BK) + block * sizes.BK
             entering = tl.exp(end) * state[block]
             if tokens.grad is not None:
                 queries = of_tokens(tokens.q, at, group, rows, sizes.K)
@@ -335,7 +334,7 @@ def collect_kernel(
     chunk, block = tl.program_id(0), tl.program_id(2)
     group, share = tl.program_id(1) // SHARES, tl.program_id(1) % SHARES
     at = tokens_of(tokens.chunks, chunk, C)
-    rows = block * sizes.BK + tl.arange(0, sizes.BK)
+    rows = tl.arange(0, sizes.BK) + block * sizes.BK
     of_share = share.to(tl.int64) * num_tokens * (sizes.G * sizes.K)
     grad_k += of_share
     total_q = tl.zeros([C, sizes.BK], tl.float32)
