@@ -18,10 +18,10 @@ __all__ = [
     "INFINITY",
     "NO_ID",
     "Bins",
+    "DrawSizes",
     "Given",
     "Listed",
     "Row",
-    "Sizes",
     "better",
     "between",
     "bin_of",
@@ -56,7 +56,7 @@ class Given(NamedTuple):
     ids: Any
 
 
-class Sizes(NamedTuple):
+class DrawSizes(NamedTuple):
     """The vocabulary, parts of it, and the numbers at the top, each a `tl.constexpr`."""
 
     VOCABULARY: Any
@@ -90,7 +90,7 @@ def units_of(below: tl.tensor) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def bin_of(below: tl.tensor, sizes: Sizes) -> Any:
+def bin_of(below: tl.tensor, sizes: DrawSizes) -> Any:
     """Bins of logits; the last one is that of all far below the largest."""
     return tl.minimum(-below * sizes.BINS_PER_LOGIT, sizes.BINS - 1.0).to(tl.int32)
 
@@ -146,7 +146,7 @@ class Bins(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def bins_of(given: Given, sizes: Sizes, row: Row) -> Bins:
+def bins_of(given: Given, sizes: DrawSizes, row: Row) -> Bins:
     """Of both cuts, the bin in which it lies."""
     number = tl.arange(0, sizes.BINS)
     place = row.number * sizes.BINS + number
@@ -171,7 +171,7 @@ def bins_of(given: Given, sizes: Sizes, row: Row) -> Bins:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _first_bin(is_reached: tl.tensor, sizes: Sizes) -> Any:
+def _first_bin(is_reached: tl.tensor, sizes: DrawSizes) -> Any:
     """The first bin that reaches what is wanted; the last one where none does."""
     return tl.minimum(tl.sum((~is_reached).to(tl.int32), 0), sizes.BINS - 1)
 
@@ -193,7 +193,7 @@ class Listed(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(listed: Listed, start: tl.tensor, sizes: Sizes) -> Any:
+def _turn(listed: Listed, start: tl.tensor, sizes: DrawSizes) -> Any:
     """Keys and ids of a turn, and which of them are there."""
     at = start + tl.arange(0, sizes.LISTED)
     is_one = at < listed.count
@@ -205,7 +205,7 @@ def _turn(listed: Listed, start: tl.tensor, sizes: Sizes) -> Any:
 @triton.jit  # type: ignore[untyped-decorator]
 def between(
     given: Given,
-    sizes: Sizes,
+    sizes: DrawSizes,
     row: Row,
     bins: Bins,
     listed: Listed,
@@ -273,7 +273,7 @@ def _cut(
     BY_MASS: tl.constexpr,
     k_key: tl.tensor,
     k_id: tl.tensor,
-    sizes: Sizes,
+    sizes: DrawSizes,
 ) -> Any:
     """The least key such that the tokens above it, and those before the bins, are not enough.
 
@@ -303,7 +303,7 @@ def _cut(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _last_id(listed: Listed, key: tl.tensor, number: tl.tensor, sizes: Sizes) -> Any:
+def _last_id(listed: Listed, key: tl.tensor, number: tl.tensor, sizes: DrawSizes) -> Any:
     """The least id such that so many tokens with this key have it or a lower one."""
     low, high = listed.count * 0 - 1, listed.count * 0 + sizes.VOCABULARY
     while high - low > 1:

@@ -30,10 +30,10 @@ from pcomm.inference.sampling.cut_kernels import (
     INFINITY,
     NO_ID,
     Bins,
+    DrawSizes,
     Given,
     Listed,
     Row,
-    Sizes,
     better,
     between,
     bin_of,
@@ -132,7 +132,7 @@ def launches(
     padded, each = triton.next_power_of_2(parts), (_PART, _TILE, _LISTED, _BINS, _BINS_PER_LOGIT)
     common = {
         "given": given,
-        "sizes": Sizes(*map(tl.constexpr, (vocabulary, parts, padded, *each))),
+        "sizes": DrawSizes(*map(tl.constexpr, (vocabulary, parts, padded, *each))),
         # Arrivals, and how many tokens are listed.
         "state": scratch(2, num_rows, dtype=torch.int32),
     }
@@ -150,7 +150,7 @@ def launches(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row(given: Given, sizes: Sizes) -> Row:
+def _row(given: Given, sizes: DrawSizes) -> Row:
     row = tl.program_id(0).to(tl.int64)
     most = _largest_of_row(given.largest, row, sizes.PARTS, sizes.PADDED_PARTS)
     told, step = given.told + row, given.num_rows
@@ -184,7 +184,7 @@ def _largest_or_nan(numbers: tl.tensor) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(given: Given, sizes: Sizes, row: Row, start: tl.tensor) -> Any:
+def _tile(given: Given, sizes: DrawSizes, row: Row, start: tl.tensor) -> Any:
     """Ids of a turn of a part, which of them are tokens, and how far these are below the largest.
 
     Logits less the largest, by the temperature; minus infinity for ids that are none.
@@ -200,7 +200,7 @@ def _tile(given: Given, sizes: Sizes, row: Row, start: tl.tensor) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def largest_kernel(given: Given, sizes: Sizes, state: tl.tensor) -> None:
+def largest_kernel(given: Given, sizes: DrawSizes, state: tl.tensor) -> None:
     """The largest logit of a part; and zeros for what the others add to."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     most = tl.full([sizes.TILE], -float("inf"), tl.float32)
@@ -222,7 +222,7 @@ def largest_kernel(given: Given, sizes: Sizes, state: tl.tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def draw_kernel(given: Given, sizes: Sizes, state: tl.tensor) -> None:
+def draw_kernel(given: Given, sizes: DrawSizes, state: tl.tensor) -> None:
     """The best token of a part of a row without top-k and top-p; bins of one with."""
     row = _row(given, sizes)
     masses = given.masses + row.number * sizes.BINS
@@ -250,7 +250,7 @@ def draw_kernel(given: Given, sizes: Sizes, state: tl.tensor) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def choose_kernel(
-    given: Given, sizes: Sizes, state: tl.tensor, listed: tl.tensor, out: tl.tensor
+    given: Given, sizes: DrawSizes, state: tl.tensor, listed: tl.tensor, out: tl.tensor
 ) -> None:
     """The token of a row, by its last program where it has top-k or top-p."""
     row, part = _row(given, sizes), tl.program_id(1)
@@ -286,7 +286,7 @@ def choose_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _above(
     given: Given,
-    sizes: Sizes,
+    sizes: DrawSizes,
     row: Row,
     bins: Bins,
     keys: tl.tensor,

@@ -24,8 +24,8 @@ from torch import Tensor
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import KERNEL_CHUNK
 from pcomm.gdn_cp.ops.kernels.triton_pieces import (
+    ChunkSizes,
     Recurrence,
-    Sizes,
     Tokens,
     decays_of,
     load_state,
@@ -148,7 +148,7 @@ def read_launch(given: Recurrence, local: Local, scanned: Scanned) -> tuple[Kern
 
 @triton.jit  # type: ignore[untyped-decorator]
 def chunk_kernel(
-    tokens: Tokens, sizes: Sizes, g: tl.tensor, decay: tl.tensor, inverse: tl.tensor | None
+    tokens: Tokens, sizes: ChunkSizes, g: tl.tensor, decay: tl.tensor, inverse: tl.tensor | None
 ) -> None:
     """The decay since the start of a chunk, and the inverse of 1 + A."""
     # The logarithm of the smallest number of fp32: minus infinity counts as that.
@@ -179,7 +179,7 @@ def chunk_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def scan_kernel(
     tokens: Tokens,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     sequences: tl.tensor,
     inverse: tl.tensor | None,
     initial: tl.tensor | None,
@@ -224,7 +224,7 @@ def scan_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def read_kernel(
     tokens: Tokens,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     states: tl.tensor,
     skip: tl.tensor | None,
     output: tl.tensor,

@@ -27,9 +27,9 @@ from torch import Tensor
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.kernels.triton_chunks import Local, Scanned
 from pcomm.gdn_cp.ops.kernels.triton_pieces import (
+    ChunkSizes,
     Recurrence,
     Rows,
-    Sizes,
     Tokens,
     decays_of,
     load_state,
@@ -218,7 +218,7 @@ def finish_launch(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def back_through_reads_kernel(
-    tokens: Tokens, sizes: Sizes, grad_values: tl.tensor, BV: tl.constexpr
+    tokens: Tokens, sizes: ChunkSizes, grad_values: tl.tensor, BV: tl.constexpr
 ) -> None:
     """The transposed scores times the gradients of what was read."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -236,7 +236,7 @@ def back_through_reads_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def back_through_scan_kernel(
     tokens: Tokens,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     sequences: tl.tensor,
     inverse: tl.tensor | None,
     grad_final: tl.tensor | None,
@@ -310,7 +310,7 @@ class Head(NamedTuple):
 @triton.jit  # type: ignore[untyped-decorator]
 def collect_kernel(
     tokens: Tokens,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     right: tl.tensor,
     states: tl.tensor,
     left: tl.tensor,
@@ -375,7 +375,7 @@ def collect_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _by_reads(
-    tokens: Tokens, sizes: Sizes, of: Head, states: tl.tensor, BV: tl.constexpr
+    tokens: Tokens, sizes: ChunkSizes, of: Head, states: tl.tensor, BV: tl.constexpr
 ) -> tl.tuple:
     """What queries get of a value head, keys for it, and the decay."""
     read_by = tl.zeros([sizes.C, sizes.C], tl.float32)
@@ -400,7 +400,7 @@ def _by_reads(
 @triton.jit  # type: ignore[untyped-decorator]
 def _by_writes(
     tokens: Tokens,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     of: Head,
     right: tl.tensor,
     states: tl.tensor,
@@ -466,7 +466,7 @@ def _by_writes(
 @triton.jit  # type: ignore[untyped-decorator]
 def finish_kernel(
     tokens: Tokens,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     g: tl.tensor,
     decays: tl.tensor,
     betas: tl.tensor,

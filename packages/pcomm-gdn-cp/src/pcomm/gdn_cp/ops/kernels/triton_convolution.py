@@ -224,7 +224,7 @@ class Inputs(NamedTuple):
     W: Any
 
 
-class Block(NamedTuple):
+class ChannelBlock(NamedTuple):
     """Columns of a section, which channels they are, and which of them there are."""
 
     columns: Any
@@ -265,16 +265,16 @@ def convolution_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _block(block: tl.tensor, SHAPES: tl.constexpr, n: tl.constexpr) -> Block:
+def _block(block: tl.tensor, SHAPES: tl.constexpr, n: tl.constexpr) -> ChannelBlock:
     """A block of the channels of a section."""
     places = tl.arange(0, SHAPES[n][3])
     columns = block * SHAPES[n][2] + places
     is_own = (places < SHAPES[n][2]) & (columns < SHAPES[n][1])
-    return Block(columns, SHAPES[n][0] + columns, is_own)
+    return ChannelBlock(columns, SHAPES[n][0] + columns, is_own)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _before(given: Inputs, tokens: tl.tensor, span: Span, own: Block) -> tl.tensor:
+def _before(given: Inputs, tokens: tl.tensor, span: Span, own: ChannelBlock) -> tl.tensor:
     """What SiLU is applied to, of tokens of a sequence."""
     total = tl.zeros([tokens.shape[0], own.columns.shape[0]], tl.float32)
     if given.bias is not None:
@@ -287,14 +287,14 @@ def _before(given: Inputs, tokens: tl.tensor, span: Span, own: Block) -> tl.tens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tap(given: Inputs, w: tl.tensor, own: Block) -> tl.tensor:
+def _tap(given: Inputs, w: tl.tensor, own: ChannelBlock) -> tl.tensor:
     """One number of each filter, as a row."""
     tap = tl.load(given.weight + own.channels * given.W + w, mask=own.is_own, other=0.0)
     return tap.to(tl.float32)[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _of_halo(given: Inputs, tokens: tl.tensor, span: Span, own: Block) -> tl.tuple:
+def _of_halo(given: Inputs, tokens: tl.tensor, span: Span, own: ChannelBlock) -> tl.tuple:
     """Where the halo of a sequence has these tokens, and which rows of it they would be."""
     rows = tokens - span.start + (given.W - 1)
     place = (span.sequence.to(tl.int64) * (given.W - 1) + rows)[:, None] * given.D
@@ -302,7 +302,7 @@ def _of_halo(given: Inputs, tokens: tl.tensor, span: Span, own: Block) -> tl.tup
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _inputs(given: Inputs, tokens: tl.tensor, span: Span, own: Block) -> tl.tensor:
+def _inputs(given: Inputs, tokens: tl.tensor, span: Span, own: ChannelBlock) -> tl.tensor:
     """The inputs of tokens of a sequence, or of its halo before it."""
     there = (tokens >= span.start) & (tokens < span.stop)
     place = tokens.to(tl.int64)[:, None] * given.row + own.channels[None, :]
@@ -348,7 +348,7 @@ def _section_back(
     parts: tl.tensor,
     num_parts: tl.tensor,
     num_chunks: tl.tensor,
-    own: Block,
+    own: ChannelBlock,
     SHAPES: tl.constexpr,
     n: tl.constexpr,
     ROWS: tl.constexpr,
@@ -409,7 +409,7 @@ def _gradient_before(
     grad: tl.tensor,
     tokens: tl.tensor,
     span: Span,
-    own: Block,
+    own: ChannelBlock,
     WIDTH: tl.constexpr,
     LENGTH: tl.constexpr,
     EPS: tl.constexpr,

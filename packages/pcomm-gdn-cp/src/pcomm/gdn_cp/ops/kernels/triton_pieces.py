@@ -21,10 +21,10 @@ from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import KERNEL_CHUNK, ChunkTables
 
 __all__ = [
-    "Place",
+    "ChunkSizes",
+    "ChunkTokens",
     "Recurrence",
     "Rows",
-    "Sizes",
     "Tokens",
     "decays_of",
     "load_state",
@@ -95,7 +95,7 @@ class Tokens(NamedTuple):
     grad: Any = None
 
 
-class Sizes(NamedTuple):
+class ChunkSizes(NamedTuple):
     """Constants of all kernels, each a `tl.constexpr`.
 
     The sizes of the letters above; the rows `BK` of a state at a time, which makes so many
@@ -171,7 +171,7 @@ class Recurrence:
         others = (padded(key_dim, _ROWS), self.num_blocks, self.is_corrected, _precision())
         arguments = {
             "tokens": Tokens(self.tables.chunks_M4, **tokens),
-            "sizes": Sizes(*map(tl.constexpr, numbers + others)),
+            "sizes": ChunkSizes(*map(tl.constexpr, numbers + others)),
             **own,
         }
         # Loads ahead of their turn would take registers that the products need.
@@ -191,7 +191,7 @@ def _precision() -> str:
 # -- pieces of kernels -----------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class ChunkTokens(NamedTuple):
     """The tokens of a chunk.
 
     Args:
@@ -206,21 +206,21 @@ class Place(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tokens_of(chunks: tl.tensor, chunk: tl.tensor, C: tl.constexpr) -> Place:
+def tokens_of(chunks: tl.tensor, chunk: tl.tensor, C: tl.constexpr) -> ChunkTokens:
     """The place of a chunk."""
     first, stop = tl.load(chunks + 4 * chunk), tl.load(chunks + 4 * chunk + 1)
-    return Place(first.to(tl.int64), tl.arange(0, C) < stop - first, stop - first - 1)
+    return ChunkTokens(first.to(tl.int64), tl.arange(0, C) < stop - first, stop - first - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def numbers_of(at: Place, head: tl.tensor, H: tl.constexpr) -> tl.tensor:
+def numbers_of(at: ChunkTokens, head: tl.tensor, H: tl.constexpr) -> tl.tensor:
     """Where the numbers of a head of a chunk lie in `[T, H]`."""
     return at.first * H + head + tl.arange(0, at.inside.shape[0]) * H
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def of_tokens(
-    x: Rows, at: Place, head: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr
+    x: Rows, at: ChunkTokens, head: tl.tensor, columns: tl.tensor, WIDTH: tl.constexpr
 ) -> tl.tensor:
     """These columns of a head of a chunk, in fp32; zeros where there are none."""
     # Only the start has 64 bits: places are numbers of each thread, of which there are few.
@@ -232,7 +232,7 @@ def of_tokens(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def of_values(
-    x: tl.tensor, at: Place, head: tl.tensor, columns: tl.tensor, sizes: Sizes
+    x: tl.tensor, at: ChunkTokens, head: tl.tensor, columns: tl.tensor, sizes: ChunkSizes
 ) -> tl.tensor:
     """The same of a contiguous tensor `[T, H, V]`."""
     return of_tokens(Rows(x, sizes.H * sizes.V), at, head, columns, sizes.V)
@@ -241,7 +241,7 @@ def of_values(
 @triton.jit  # type: ignore[untyped-decorator]
 def put(
     x: tl.tensor,
-    at: Place,
+    at: ChunkTokens,
     head: tl.tensor,
     columns: tl.tensor,
     values: tl.tensor,
@@ -256,7 +256,7 @@ def put(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def decays_of(decay: tl.tensor, at: Place, head: tl.tensor, H: tl.constexpr) -> tl.tuple:
+def decays_of(decay: tl.tensor, at: ChunkTokens, head: tl.tensor, H: tl.constexpr) -> tl.tuple:
     """The logarithm of the decay from the start of a chunk to each place, and to its end."""
     end = tl.load(decay + (at.first + at.last) * H + head)
     # Behind the last token nothing decays: differences are never positive, and powers never large.
@@ -273,7 +273,9 @@ def pairwise(c: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def products_of(x: Rows, y: Rows, at: Place, group: tl.tensor, sizes: Sizes) -> tl.tensor:
+def products_of(
+    x: Rows, y: Rows, at: ChunkTokens, group: tl.tensor, sizes: ChunkSizes
+) -> tl.tensor:
     """`[C, C]` products of a key head of two tensors of keys or queries: of i in x and j in y."""
     products = tl.zeros([sizes.C, sizes.C], tl.float32)
     for start in range(0, sizes.K, sizes.BK):
@@ -286,7 +288,12 @@ def products_of(x: Rows, y: Rows, at: Place, group: tl.tensor, sizes: Sizes) -> 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def written_by(
-    tokens: Tokens, b: tl.tensor, at: Place, head: tl.tensor, columns: tl.tensor, sizes: Sizes
+    tokens: Tokens,
+    b: tl.tensor,
+    at: ChunkTokens,
+    head: tl.tensor,
+    columns: tl.tensor,
+    sizes: ChunkSizes,
 ) -> tl.tensor:
     """These columns of what the tokens of a chunk write, as a scan left it or by their beta `b`."""
     if sizes.CORRECTED:
@@ -297,7 +304,7 @@ def written_by(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def state_tile(rows: tl.tensor, columns: tl.tensor, sizes: Sizes) -> tl.tuple:
+def state_tile(rows: tl.tensor, columns: tl.tensor, sizes: ChunkSizes) -> tl.tuple:
     """Where these rows and columns of a state lie, and which of them there are."""
     in_state = (rows < sizes.K)[:, None] & (columns < sizes.V)[None, :]
     return rows[:, None] * sizes.V + columns[None, :], in_state
@@ -305,7 +312,7 @@ def state_tile(rows: tl.tensor, columns: tl.tensor, sizes: Sizes) -> tl.tuple:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_state(
-    states: tl.tensor | None, start: tl.tensor, columns: tl.tensor, sizes: Sizes
+    states: tl.tensor | None, start: tl.tensor, columns: tl.tensor, sizes: ChunkSizes
 ) -> tl.tuple:
     """Columns of a state, block by block of its rows; zeros if there is none."""
     state = ()
@@ -323,7 +330,7 @@ def load_state(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_state(
-    states: tl.tensor, start: tl.tensor, state: tl.tuple, columns: tl.tensor, sizes: Sizes
+    states: tl.tensor, start: tl.tensor, state: tl.tuple, columns: tl.tensor, sizes: ChunkSizes
 ) -> None:
     """What `load_state` loads."""
     for block in tl.static_range(sizes.BLOCKS):
@@ -333,7 +340,9 @@ def store_state(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def read_state(x: Rows, state: tl.tuple, at: Place, group: tl.tensor, sizes: Sizes) -> tl.tensor:
+def read_state(
+    x: Rows, state: tl.tuple, at: ChunkTokens, group: tl.tensor, sizes: ChunkSizes
+) -> tl.tensor:
     """What keys or queries of a chunk read from columns of a state."""
     read = tl.zeros([sizes.C, state[0].shape[1]], tl.float32)
     for block in tl.static_range(sizes.BLOCKS):
@@ -344,7 +353,7 @@ def read_state(x: Rows, state: tl.tuple, at: Place, group: tl.tensor, sizes: Siz
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def sequence_of(sequences: tl.tensor, sizes: Sizes, BV: tl.constexpr) -> tl.tuple:
+def sequence_of(sequences: tl.tensor, sizes: ChunkSizes, BV: tl.constexpr) -> tl.tuple:
     """What a program of a scan has: its first chunk and how many, its state, and its columns."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     first_chunk = tl.load(sequences + 4 * sequence + 2)
