@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,19 +42,7 @@ def compiled(launch: KernelLaunch, capability: int) -> Any:
 
 def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread as REG; bytes of STACK and LOCAL, to which those go that do not fit."""
-    return _resources(kernel.asm["cubin"])
+    # Imported late: it imports Triton.
+    from core_support.fake_driver import binary_resources
 
-
-@cache
-def _resources(binary: bytes) -> dict[str, int]:
-    from triton.backends.nvidia import __file__ as nvidia  # type: ignore[import-untyped]
-
-    tool = Path(nvidia).parent / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip(f"this build of triton comes without {tool.name}")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command: list[str | Path] = [tool, "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", told)}
+    return binary_resources(kernel.asm["cubin"])
