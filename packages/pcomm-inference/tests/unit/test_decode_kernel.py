@@ -22,6 +22,7 @@ from inference_support.kernels import interpreted_kernels
 from inference_support.paged_tokens import Pool, Tokens
 from inference_support.score_cases import CASES, G, H, assert_right, made
 from pcomm.core.testing.assertions import assert_equal
+from pcomm.inference.attention.on_device import attend_on_device
 from pcomm.inference.attention.scores import Softmax
 from pcomm.inference.model import KVMemory
 
@@ -46,7 +47,7 @@ def leave_garbage(pool: Pool, one: Tokens) -> None:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("window 1", torch.float32), ("narrow values", torch.bfloat16), ("all", torch.float32)],
+    [("window 1", torch.bfloat16), ("narrow values", torch.float32), ("all", torch.float32)],
     ids=str,
 )
 def test_decodes_get_what_the_formula_says(
@@ -74,7 +75,7 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch(
 ) -> None:
     """Nor on the width of the tables, the places of blocks, or which split comes last."""
     monkeypatch.setattr(interpreted, "_MOST_SPLITS", 2)
-    lengths = (3, 600)
+    lengths = (256, 600)
     pool, requests, _ = made({}, torch.float32, 16, lengths)
     for one in requests:
         pool.step([(one, len(one.q) - 1)])
@@ -84,6 +85,17 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch(
         again = Tokens(len(one.q), (H, G), torch.float32, seed)
         alone.step([(again, len(one.q) - 1)])
         assert_equal(alone.step_on_device([(again, 1)])[0], row)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_layers_of_a_step_share_what_splits_leave() -> None:
+    pool, (one,), _ = made({}, torch.float32, 16, (257,))
+    pool.step([(one, 256)])
+    batch = pool.batch([(one, 1)])
+    new = one.q[256:], one.k[256:], one.v[256:]
+    rows = [attend_on_device(*new, pool.memory, batch) for _ in range(2)]
+    assert_right(rows[0], one, {})
+    assert_equal(rows[1], rows[0])
 
 
 @pytest.mark.parametrize("case", ["window 17", "sinks", "slopes", "wide values", "all"])

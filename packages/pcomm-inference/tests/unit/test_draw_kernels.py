@@ -19,7 +19,7 @@ from torch import Tensor
 from core_support.fake_driver import STREAM, fake_driver
 from core_support.kernel_launches import compiled, recorded, resources
 from inference_support.kernels import interpreted_kernels
-from pcomm.core.testing.assertions import assert_equal
+from pcomm.core.testing.assertions import assert_equal, poisoned_memory
 from pcomm.inference.sampling.filters import edit_logits
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 from pcomm.inference.sampling.sampler import NotFiniteLogitsError, Sampler
@@ -33,7 +33,7 @@ INFINITE = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture
 def interpreted() -> Iterator[dict[str, ModuleType]]:
-    with interpreted_kernels() as modules:
+    with interpreted_kernels() as modules, poisoned_memory():
         yield modules
 
 
@@ -190,6 +190,10 @@ def test_edits_are_those_of_torch(interpreted: dict[str, ModuleType]) -> None:
         assert by_kernels(logits, rows) == by_torch(logits, rows)
 
 
+# That of Llama 3: kernels are compiled for it once, to be looked at and to be launched.
+VOCABULARY = 128_256
+
+
 def long_form(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.soak)
 
@@ -202,11 +206,10 @@ def long_form(*values: Any) -> Any:
 def test_registers_suffice(dtype: torch.dtype, capability: int) -> None:
     from pcomm.inference.sampling import draw_kernels, edit_kernel
 
-    vocabulary = 128_256
-    told, mixed = (torch.empty(n, dtype=torch.int64) for n in (6 * 32, vocabulary))
-    logits = torch.empty(32, vocabulary, dtype=dtype)
+    told, mixed = (torch.empty(n, dtype=torch.int64) for n in (6 * 3, VOCABULARY))
+    logits = torch.empty(3, VOCABULARY, dtype=dtype)
     with recorded() as edits:
-        edit_kernel.edit(torch.empty(2, vocabulary), logits[:2], 2 * [row(logit_bias={1: 1.0})])
+        edit_kernel.edit(logits.float(), logits, 3 * [row(logit_bias={1: 1.0})])
     for launch in (*draw_kernels.launches(logits, told.view(6, -1), mixed, told), *edits):
         found = compiled(launch, capability)
         used = resources(found)
@@ -218,7 +221,7 @@ def test_registers_suffice(dtype: torch.dtype, capability: int) -> None:
 
 @pytest.mark.parametrize(
     ("vocabulary", "capability"),
-    [(5000, 90), long_form(300, 100), long_form(5000, 100), long_form(300, 90)],
+    [(VOCABULARY, 90), long_form(300, 100), long_form(5000, 100), long_form(300, 90)],
 )
 def test_tokens_are_chosen_in_five_launches(vocabulary: int, capability: int) -> None:
     """With the copy that is edited; the driver refuses what no launch may have."""

@@ -108,7 +108,7 @@ def keep(
     head: tl.tensor,
     place: tl.tensor,
 ) -> Any:
-    """Write a key head of a token and its value to their place; the key, and what is kept of it."""
+    """Write a key head of a token, and its value, to their place; the key, before it is rounded."""
     one = tl.arange(0, 1)
     heads = new.k + token * new.k_strides[0] + head * new.k_strides[1] + one
     norm, eps, stride = turn.key_norm, turn.key_eps, new.k_strides[2]
@@ -122,7 +122,7 @@ def keep(
     at = tl.arange(0, shape.PADDED_WIDTH)[None, :]
     tl.store(keys + place * shape.WIDTH + at, kept, mask=at < shape.WIDTH)
     tl.store(values + place * shape.VALUE_WIDTH + column, value, mask=is_value)
-    return key, kept
+    return key
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -206,7 +206,7 @@ def turn_launch(
         slots_T: int64, the places of the tokens in the blocks.
         turn: Norm and rotation of these tokens.
         q_out_THK: Place of the turned queries, contiguous.
-        k_out_TGK: Place of the turned keys as they are kept, contiguous.
+        k_out_TGK: Place of the turned keys, contiguous.
     """
     told = New.of(*new)
     arguments = {
@@ -243,7 +243,6 @@ def turn_kernel(
     is_query = (row < shape.ROWS)[:, None] & (column < shape.WIDTH)[None, :]
     tl.store(turned + place[:, None] + column[None, :], query, mask=is_query)
     slot = tl.load(slots + token) * shape.KEY_HEADS + head
-    key, kept = keep(new, turn, shape, keys, values, token, head, slot)
+    key = keep(new, turn, shape, keys, values, token, head, slot)
     at = column[None, :]
-    own = rounded(kept.to(tl.float32), key.dtype)
-    tl.store(seen + first * shape.WIDTH + at, own, mask=at < shape.WIDTH)
+    tl.store(seen + first * shape.WIDTH + at, key, mask=at < shape.WIDTH)

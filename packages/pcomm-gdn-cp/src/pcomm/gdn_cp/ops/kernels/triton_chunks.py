@@ -15,7 +15,7 @@ again for every chunk. Everything is computed in fp32, and products are as exact
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -78,10 +78,10 @@ def local_launch(given: Recurrence) -> tuple[KernelLaunch, Local]:
     inverse = (
         given.new(num_chunks, num_heads, KERNEL_CHUNK, KERNEL_CHUNK) if given.is_corrected else None
     )
-    tokens = {"beta": given.beta_TH}
+    tokens: dict[str, Any] = {"beta": given.beta_TH}
     if given.is_corrected:
         tokens |= {"k": given.rows["k"]}
-    own = {"g": given.g_TH, "decay": decay_TH, "inverse": inverse}
+    own: dict[str, Any] = {"g": given.g_TH, "decay": decay_TH, "inverse": inverse}
     grid = (num_chunks, num_heads)
     launch = given.launch(chunk_kernel, grid, tokens, num_stages=3, **own)
     return launch, Local(decay_TH, inverse)

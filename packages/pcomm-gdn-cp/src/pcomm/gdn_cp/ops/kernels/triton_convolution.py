@@ -391,7 +391,7 @@ def _section_back(
             made = tokens.to(tl.int64)[:, None] * D + own.channels[None, :]
             inside = ((tokens >= first) & (tokens < stop))[:, None] & own.is_own[None, :]
             tl.store(grad_x + made, total.to(grad_x.dtype.element_ty), mask=inside)
-            if given.halo is not None:
+            if grad_halo is not None:
                 made, rows = _of_halo(given, tokens, span, own)
                 inside = ((tokens < span.start) & (rows >= 0))[:, None] & own.is_own[None, :]
                 tl.store(grad_halo + made, total.to(grad_halo.dtype.element_ty), mask=inside)

@@ -349,7 +349,7 @@ def gates_backward_kernel(
         of_g = -rate * tl.load(grad_g + made, mask=inside, other=0.0)
         arriving = tl.load(grad_other + made, mask=inside, other=0.0)
         of_log += tl.sum(of_g * softplus(raw), 0)
-        if given.b is not None:
+        if grad_b is not None:
             of_time = of_g
             beta = tl.sigmoid(_numbers(given.b, given.b_strides, tokens, given))
             of_beta = arriving * beta * (1.0 - beta)

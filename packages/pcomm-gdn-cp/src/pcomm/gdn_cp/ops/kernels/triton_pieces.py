@@ -207,7 +207,7 @@ class ChunkTokens(NamedTuple):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tokens_of(chunks: tl.tensor, chunk: tl.tensor, C: tl.constexpr) -> ChunkTokens:
-    """The place of a chunk."""
+    """The tokens of a chunk."""
     first, stop = tl.load(chunks + 4 * chunk), tl.load(chunks + 4 * chunk + 1)
     return ChunkTokens(first.to(tl.int64), tl.arange(0, C) < stop - first, stop - first - 1)
 
