@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by the folder of a test; the order within a folder stays."""
     place = {kind: number for number, kind in enumerate(_KINDS)}
     items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have Triton compile each form of a kernel once for all tests of a run, and find none."""
+    base = tmp_path_factory.getbasetemp()
+    # Processes of xdist have their own folders beside each other.
+    shared = base.parent if base.name.startswith("popen-") else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(shared / "triton"))
+        yield

@@ -140,11 +140,11 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
     by_kernel: dict[str, Callable[..., int]] = {
         "decode_kernel": partial(_decode_bytes, lengths),
         "turn_kernel": _turn_bytes,
-        "largest_kernel": lambda logits, **_: logits.nbytes,
-        "draw_kernel": lambda logits, mixed, **_: logits.nbytes + mixed.nbytes,
+        "largest_kernel": lambda given, **_: given.logits.nbytes,
+        "draw_kernel": lambda given, **_: given.logits.nbytes + given.mixed.nbytes,
         # What is listed between two cuts is little.
-        "choose_kernel": lambda logits, scores, **_: (
-            logits.nbytes * (params.top_k > 0) + 2 * scores.nbytes
+        "choose_kernel": lambda given, **_: (
+            given.logits.nbytes * (params.top_k > 0) + 2 * given.scores.nbytes
         ),
         "edit_kernel": lambda told, **given: told.nbytes + 12 * given["num_edits"],
     }
@@ -180,25 +180,26 @@ def _done(engine: Engine) -> list[RequestOutput]:
 
 def _decode_bytes(lengths: Sequence[int], **given: Any) -> int:
     """What a launch of the kernel of decoding moves: live keys and values, and its partial sums."""
-    keys, values = given["keys"], given["values"]
+    keys, values, new = given["keys"], given["values"], given["new"]
     of_token: int = (keys[0, 0].numel() + values[0, 0].numel()) * keys.element_size()
-    pairs: int = len(given["queries"]) * given["KEY_HEADS"]
+    num_requests, num_heads, _ = new.q.shape
     own = 0
     for length in lengths:
         splits = -(-(length + 1) // given["SPLIT"])
         if splits > 1:
-            own += splits * given["KEY_HEADS"] * given["ROWS"] * (given["VALUE_WIDTH"] + 2) * 8
-    moved = [given[name] for name in ("queries", "new_keys", "new_values", "out")]
-    new: int = sum(one.numel() * one.element_size() for one in moved)
+            own += splits * num_heads * (values.shape[3] + 2) * 8
+    moved: int = sum(one.nbytes for one in (new.q, new.k, new.v, given["out"]))
+    pairs: int = num_requests * keys.shape[2]
     # The new token is written, and read with the others.
-    return new + own + 4 * pairs + sum(length + 2 for length in lengths) * of_token
+    return moved + own + 4 * pairs + sum(length + 2 for length in lengths) * of_token
 
 
 def _turn_bytes(**given: Any) -> int:
     """What a launch moves that turns the heads of a prompt: of the blocks, the new tokens alone."""
-    names = ("queries", "new_keys", "new_values", "turned_queries", "turned_keys", "cosines")
-    moved = [given[name] for name in (*names, "sines", "slots", "new_keys", "new_values")]
-    return sum(one.numel() * one.element_size() for one in moved)
+    new, turn = given["new"], given["turn"]
+    moved = [given["turned"], given["seen"], given["slots"], turn.cosines, turn.sines]
+    moved += [new.q, *2 * [new.k, new.v]]
+    return sum(one.nbytes for one in moved)
 
 
 class Layer(NamedTuple):

@@ -74,7 +74,7 @@ def open_run_groups(
     Args:
         config: The validated configuration.
         world: All processes.
-        open_with: What takes the place of `open_groups`, where no rank is to be met.
+        open_with: The function that opens the groups; another one opens them without communication.
     """
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     if (plan := plan_of(config)) is not None:

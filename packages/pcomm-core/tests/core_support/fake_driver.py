@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import mangle_type  # type: ignore[import-untyped]
 
-__all__ = ["STREAM", "fake_driver"]
+__all__ = ["STREAM", "binary_resources", "fake_driver"]
 
 STREAM = 7
 _FIRST_FUNCTION = 0x7F0000000000
@@ -84,15 +85,21 @@ class _Driver:
         return None
 
 
-def _registers_and_threads(binary: bytes) -> tuple[int, int]:
-    """Registers of a thread, and the most threads of a block that there are registers for."""
+@cache
+def binary_resources(binary: bytes) -> dict[str, int]:
+    """Registers of a thread as REG; bytes of STACK and LOCAL, to which those go that do not fit."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
         command: list[str | Path] = [tool, "--dump-resource-usage", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers = int(re.findall(r"\bREG:(\d+)", told)[0])
+    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", told)}
+
+
+def _registers_and_threads(binary: bytes) -> tuple[int, int]:
+    """Registers of a thread, and the most threads of a block that there are registers for."""
+    registers = binary_resources(binary)["REG"]
     of_warp = -(-32 * registers // _REGISTERS_AT_A_TIME) * _REGISTERS_AT_A_TIME
     return registers, min(1024, _REGISTERS // of_warp * 32)
 

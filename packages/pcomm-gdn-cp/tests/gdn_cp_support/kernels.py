@@ -15,6 +15,7 @@ __all__ = ["MODULES", "TORCH", "TRITON", "assert_each_as_accurate", "in_double"]
 MODULES = [
     f"pcomm.gdn_cp.ops.kernels.{name}"
     for name in (
+        "triton_pieces",
         "triton_chunks",
         "triton_chunks_backward",
         "triton_gates",

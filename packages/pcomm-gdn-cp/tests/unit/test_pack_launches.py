@@ -33,7 +33,7 @@ print(*(launch[0] for launch in launches))
 """
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.soak)])
 def test_packs_are_launched_as_they_were_compiled(capability):
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from core_support.interpreter import interpreted
 from pcomm.core.exchange import ColumnShards, Packing
 from pcomm.core.testing.assertions import assert_close, assert_equal, poisoned_memory
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
@@ -39,25 +39,15 @@ SPECS = [
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[None]:
-    """The module with kernels, imported once more with the interpreter on."""
-    pytest.importorskip("triton", reason="triton has wheels for Linux only")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        # Set before it is deleted, so that what is imported here goes when the tests are over; the
-        # package that holds a module refers to it, too.
-        package, _, leaf = KERNELS.rpartition(".")
-        patch.setattr(import_module(package), leaf, None, raising=False)
-        patch.setitem(sys.modules, KERNELS, None)  # type: ignore[arg-type]
-        del sys.modules[KERNELS]
-        import_module(KERNELS)
+def interpreted_here() -> Iterator[None]:
+    with interpreted([KERNELS]):
         yield
 
 
 @pytest.fixture(params=["torch", "triton"])
 def packing(request: pytest.FixtureRequest) -> Iterator[Packing]:
     if request.param == "triton":
-        request.getfixturevalue("interpreted")
+        request.getfixturevalue("interpreted_here")
     with poisoned_memory():
         yield PackingChoice(request.param, "for the test").packing
 
@@ -203,7 +193,7 @@ def test_copies_are_added_in_fp32_and_rounded_once(packing: Packing) -> None:
     [(GdnSpec(1, 4, 2, 3), "zigzag"), (AttentionSpec(4, 4, 5), "contiguous")],
     ids=str,
 )
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted_here")
 def test_a_plan_moves_the_same_by_kernels_as_by_torch(
     monkeypatch: pytest.MonkeyPatch, spec: Spec, layout: Any
 ) -> None:
@@ -244,7 +234,7 @@ def test_a_plan_moves_the_same_by_kernels_as_by_torch(
             assert_equal(mine, expected)
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted_here")
 @pytest.mark.parametrize(
     ("name", "change"),
     [

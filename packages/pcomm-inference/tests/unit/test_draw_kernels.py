@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from core_support.fake_driver import STREAM, fake_driver
-from inference_support import kernels
-from inference_support.kernels import load_kernels
-from pcomm.core.testing.assertions import assert_equal
+from core_support.kernel_launches import compiled, recorded, resources
+from inference_support.kernels import interpreted_kernels
+from pcomm.core.testing.assertions import assert_equal, poisoned_memory
 from pcomm.inference.sampling.filters import edit_logits
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 from pcomm.inference.sampling.sampler import NotFiniteLogitsError, Sampler
@@ -31,11 +32,9 @@ INFINITE = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    modules = load_kernels(monkeypatch, is_interpreted=True)
-    # The names at the top are those of the module before.
-    monkeypatch.setattr("pcomm.inference.sampling.sampler.has_triton", lambda: True)
-    return modules
+def interpreted() -> Iterator[dict[str, ModuleType]]:
+    with interpreted_kernels() as modules, poisoned_memory():
+        yield modules
 
 
 def row(position: int = 0, **settings: Any) -> SamplingRow:
@@ -72,37 +71,70 @@ def any_settings(chance: random.Random, vocabulary: int) -> dict[str, Any]:
     return settings
 
 
+# In bf16 many logits are equal, and so are the last that top-k and top-p keep.
+VOCABULARIES = {FP32: (1, 1025, 4097), BF16: (7, 1024)}
+
+
 @INFINITE
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_rows_with_any_settings_get_the_tokens_of_torch(
     interpreted: dict[str, ModuleType], dtype: torch.dtype
 ) -> None:
-    """In bf16 many logits are equal, and so are the last that top-k and top-p keep."""
+    chance = random.Random(str(dtype))
+    for vocabulary in VOCABULARIES[dtype]:
+        check_any_settings(chance, vocabulary, dtype, 0)
+
+
+@INFINITE
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_many_rows_with_any_settings(
+    interpreted: dict[str, ModuleType], dtype: torch.dtype
+) -> None:
     chance = random.Random(str(dtype))
     for vocabulary in (1, 7, 300, 1024, 4097):
         for turn in range(3):
-            logits = logits_of(5, vocabulary, dtype, spread=chance.choice([0.3, 2.0]))
-            rows = [row(turn, **any_settings(chance, vocabulary)) for _ in logits]
-            assert by_kernels(logits, rows) == by_torch(logits, rows), rows
+            check_any_settings(chance, vocabulary, dtype, turn)
 
 
-def test_cuts_among_equal_logits_keep_the_lowest_ids(interpreted: dict[str, ModuleType]) -> None:
+def check_any_settings(
+    chance: random.Random, vocabulary: int, dtype: torch.dtype, turn: int
+) -> None:
+    logits = logits_of(5, vocabulary, dtype, spread=chance.choice([0.3, 2.0]))
+    rows = [row(turn, **any_settings(chance, vocabulary)) for _ in logits[1:]]
+    # Of all tokens, those that are far less likely than the likeliest are left out.
+    rows.append(row(turn, temperature=3.0, min_p=0.9))
+    assert by_kernels(logits, rows) == by_torch(logits, rows), rows
+
+
+# The first three of equal ones; a mass of 2.5 of them; a cut among the lower ones, which are more
+# than a turn of the list.
+CUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "k": ({"top_k": 3}, 6),
+    "p": ({"top_p": 2.5 / 750, "top_k": 750}, 0),
+    "both": ({"top_k": 5, "top_p": 0.5}, 6),
+    "lower": ({"top_k": 752, "temperature": 1e9}, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("cut", "draws"),
+    [
+        *((cut, draws) for cut, (_, draws) in CUTS.items() if draws),
+        *(pytest.param(cut, 40, marks=pytest.mark.soak) for cut in CUTS),
+    ],
+)
+def test_cuts_among_equal_logits_keep_the_lowest_ids(
+    interpreted: dict[str, ModuleType], cut: str, draws: int
+) -> None:
     """As many draws as show each token that is kept: all of those, and no other."""
     logits = torch.zeros(1, 1500, dtype=FP32)
     logits[:, ::2] = 1.0
-    cases: dict[str, tuple[dict[str, Any], int]] = {
-        # The first three of equal ones; a mass of 2.5 of them; a cut among the lower ones.
-        "k": ({"top_k": 3}, 3),
-        "p": ({"top_p": 2.5 / 750, "top_k": 750}, 3),
-        "both": ({"top_k": 5, "top_p": 0.5}, 3),
-        "lower": ({"top_k": 752, "temperature": 1e9}, 752),
-    }
-    for settings, kept in cases.values():
-        rows = [row(place, **settings) for place in range(40)]
-        found = by_kernels(logits.expand(40, -1), rows)
-        assert found == by_torch(logits.expand(40, -1).contiguous(), rows)
-        if kept == 3:
-            assert set(found) == {0, 2, 4}
+    rows = [row(place, **CUTS[cut][0]) for place in range(draws)]
+    found = by_kernels(logits.expand(draws, -1), rows)
+    assert found == by_torch(logits.expand(draws, -1).contiguous(), rows)
+    if cut != "lower":
+        assert set(found) == {0, 2, 4}
 
 
 @INFINITE
@@ -160,41 +192,49 @@ def test_edits_are_those_of_torch(interpreted: dict[str, ModuleType]) -> None:
         assert by_kernels(logits, rows) == by_torch(logits, rows)
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_registers_suffice(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    modules = load_kernels(monkeypatch, is_interpreted=False)
-    vocabulary = 128_256
-    told, mixed = (torch.empty(n, dtype=torch.int64) for n in (6 * 32, vocabulary))
-    for dtype in (BF16, FP32):
-        logits = torch.empty(32, vocabulary, dtype=dtype)
-        launches = modules["sampling.draw_kernels"].launches(logits, told.view(6, -1), mixed, told)
-        edited = torch.empty(2, vocabulary)
-        edit = modules["sampling.edit_kernel"].edit_launch(edited, logits, told)
-        for launch in (*launches, edit):
-            found = kernels.compiled(launch, capability)
-            used = kernels.resources(found)
-            assert (used["STACK"], used["LOCAL"]) == (0, 0)
-            assert "div.s64" not in found.asm["ptx"]
-            if launch is not edit:
-                assert "ld.global.v4.b32" in found.asm["ptx"], "logits by 16 bytes"
+# That of Llama 3: kernels are compiled for it once, to be looked at and to be launched.
+VOCABULARY = 128_256
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_tokens_are_chosen_in_five_launches(
-    monkeypatch: pytest.MonkeyPatch, capability: int
-) -> None:
+def long_form(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [(BF16, 90), long_form(FP32, 100), long_form(FP32, 90), long_form(BF16, 100)],
+    ids=str,
+)
+def test_registers_suffice(dtype: torch.dtype, capability: int) -> None:
+    from pcomm.inference.sampling import draw_kernels, edit_kernel
+
+    told, mixed = (torch.empty(n, dtype=torch.int64) for n in (6 * 3, VOCABULARY))
+    logits = torch.empty(3, VOCABULARY, dtype=dtype)
+    with recorded() as edits:
+        edit_kernel.edit(logits.float(), logits, 3 * [row(logit_bias={1: 1.0})])
+    for launch in (*draw_kernels.launches(logits, told.view(6, -1), mixed, told), *edits):
+        found = compiled(launch, capability)
+        used = resources(found)
+        assert (used["STACK"], used["LOCAL"]) == (0, 0)
+        assert "div.s64" not in found.asm["ptx"]
+        if launch not in edits:
+            assert "ld.global.v4.b32" in found.asm["ptx"], "logits by 16 bytes"
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "capability"),
+    [(VOCABULARY, 90), long_form(300, 100), long_form(5000, 100), long_form(300, 90)],
+)
+def test_tokens_are_chosen_in_five_launches(vocabulary: int, capability: int) -> None:
     """With the copy that is edited; the driver refuses what no launch may have."""
-    load_kernels(monkeypatch, is_interpreted=False)
     chance = random.Random(0)
-    for vocabulary in (300, 5000):
-        logits = logits_of(3, vocabulary, BF16)
-        found: list[tuple[Any, ...]] = []
-        rows = [row(**any_settings(chance, vocabulary)) for _ in logits]
-        with fake_driver(capability, found):
-            by_kernels(logits, rows)
-            rows[0] = row(logit_bias={1: 1.0})
-            by_kernels(logits, rows)
-        names = ["largest_kernel", "draw_kernel", "choose_kernel"]
-        assert [launch[0] for launch in found] == [*names, "edit_kernel", *names]
-        assert {launch[2] for launch in found} == {STREAM}
+    logits = logits_of(3, vocabulary, BF16)
+    found: list[tuple[Any, ...]] = []
+    rows = [row(**any_settings(chance, vocabulary)) for _ in logits]
+    with fake_driver(capability, found):
+        by_kernels(logits, rows)
+        rows[0] = row(logit_bias={1: 1.0})
+        by_kernels(logits, rows)
+    names = ["largest_kernel", "draw_kernel", "choose_kernel"]
+    assert [launch[0] for launch in found] == [*names, "edit_kernel", *names]
+    assert {launch[2] for launch in found} == {STREAM}

@@ -7,7 +7,8 @@ outputs on both sides of a tile, with widths that no vector divides.
 from __future__ import annotations
 
 import re
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from core_support.fake_driver import STREAM, fake_driver
-from inference_support import kernels
-from inference_support.kernels import load_kernels
+from core_support.kernel_launches import compiled, recorded, resources
+from inference_support.kernels import interpreted_kernels
 from pcomm.core import IdentityCollectives, Layout
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing.assertions import assert_as_accurate, assert_equal
@@ -31,8 +32,9 @@ BEYOND = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load_kernels(monkeypatch, is_interpreted=True)["layers.step_kernels"]
+def interpreted() -> Iterator[ModuleType]:
+    with interpreted_kernels() as modules:
+        yield modules["layers.step_kernels"]
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -82,20 +84,37 @@ class Case:
         return y if self.residual is None else self.residual.to(dtype) + y
 
 
-PARTS = ["", "norm", "residual bias", "norm gate", "norm centred gate bias residual"]
+# Both sides of a tile of rows, of one of inputs by dtype, and of one of outputs.
+SIZES = [(1, 257, 32), (2, 31, 34), (16, 256, 62), (17, 128, 66), (32, 129, 30)]
+# Each part alone or with others, and each size with both dtypes.
+PRODUCTS = [
+    ("", FP32, SIZES[::2]),
+    ("norm", BF16, SIZES[:2]),
+    ("residual bias", BF16, SIZES[2:4]),
+    ("norm gate", FP32, SIZES[1::2]),
+    ("norm centred gate bias residual", BF16, SIZES[4:]),
+]
+PARTS = [parts for parts, *_ in PRODUCTS]
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("parts", "dtype", "sizes"), PRODUCTS, ids=PARTS)
 def test_products_are_those_of_torch(
-    interpreted: ModuleType, parts: str, dtype: torch.dtype
+    interpreted: ModuleType, parts: str, dtype: torch.dtype, sizes: list[tuple[int, int, int]]
 ) -> None:
-    for rows, inputs, outputs in (
-        (1, 257, 32), (2, 31, 34), (16, 256, 62), (17, 128, 66), (32, 129, 30),
-    ):  # fmt: skip
+    for rows, inputs, outputs in sizes:
         case = Case(rows, inputs, outputs, dtype, parts)
         exact = case.by_torch(torch.float64)
         # A row times its scales is rounded once more, and the quotient not at all.
+        assert_as_accurate(case.found(interpreted), case.by_torch(dtype), exact, num_terms=8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("parts", PARTS)
+def test_products_of_all_sizes(interpreted: ModuleType, parts: str, dtype: torch.dtype) -> None:
+    for size in SIZES:
+        case = Case(*size, dtype, parts)
+        exact = case.by_torch(torch.float64)
         assert_as_accurate(case.found(interpreted), case.by_torch(dtype), exact, num_terms=8)
 
 
@@ -187,8 +206,9 @@ def layers_of(dtype: torch.dtype) -> tuple[ColumnParallelLinear, RowParallelLine
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("form", ["plain", "hooked", "replaced"])
-@pytest.mark.parametrize("rows", [1, 32, 33])
+@pytest.mark.parametrize(
+    ("rows", "form"), [(1, "hooked"), (32, "plain"), (33, "plain"), (2, "replaced")]
+)
 def test_a_stream_is_a_sum_of_products(interpreted: ModuleType, rows: int, form: str) -> None:
     """Whether layers are plain, or have to be called as modules; and with sums that wait."""
     gate_up, down = layers_of(FP32)
@@ -228,87 +248,94 @@ LLAMA = {
     "norm gate": (4096, 28_672),
     "residual of the MLP": (14_336, 4096),
 }
+# Each product of few rows and of many, and each on both architectures.
+COMPILED = [(1, "norm", 90), (1, "residual of the MLP", 100), (32, "norm gate", 90)]
+OTHERS = [(r, p, c) for r in (1, 32) for p in LLAMA for c in (90, 100) if (r, p, c) not in COMPILED]
 
 
-def launch_of(module: ModuleType, case: Any) -> Any:
-    outputs = len(case.weight) // (2 if case.is_gated else 1)
-    out = case.x.new_empty(len(case.x), outputs)
-    return module.product_launch(
-        case.x, case.weight, case.bias, case.norm, case.residual, out, is_gated=case.is_gated
-    )
+def launch_of(rows: int, inputs: int, outputs: int, dtype: torch.dtype, parts: str) -> Any:
+    from pcomm.inference.layers import step_kernels
 
-
-def empty_case(rows: int, inputs: int, outputs: int, dtype: torch.dtype, parts: str) -> Any:
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 
-    return SimpleNamespace(
-        x=empty(rows, inputs),
-        weight=empty(outputs, inputs),
-        bias=empty(outputs) if "bias" in parts else None,
-        norm=Norm(empty(inputs), 1e-5, "centred" in parts) if "norm" in parts else None,
-        residual=empty(rows, outputs) if "residual" in parts else None,
-        is_gated="gate" in parts,
-    )
+    is_gated = "gate" in parts
+    with recorded() as launches:
+        step_kernels.product(
+            empty(rows, inputs),
+            empty(outputs, inputs),
+            empty(outputs) if "bias" in parts else None,
+            norm=Norm(empty(inputs), 1e-5, "centred" in parts) if "norm" in parts else None,
+            residual_TO=empty(rows, outputs // (1 + is_gated)) if "residual" in parts else None,
+            is_gated=is_gated,
+        )
+    return launches[0]
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+def long_form(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "capability"), [*COMPILED, *(long_form(*one) for one in OTHERS)]
+)
 def test_weights_are_on_their_way_before_they_are_multiplied(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int
+    rows: int, parts: str, capability: int
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module = load_kernels(monkeypatch, is_interpreted=False)["layers.step_kernels"]
-    for rows in (1, 32):
-        for parts, (inputs, outputs) in LLAMA.items():
-            case = empty_case(rows, inputs, outputs, BF16, parts)
-            found = kernels.compiled(launch_of(module, case), capability)
-            ptx = found.asm["ptx"]
-            copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", ptx)
-            # 16 bytes at a time, for three turns of the loop before the first is used.
-            assert {int(size, 16) for size in copies} == {16}
-            assert len(copies) >= 3 * 8
-            assert re.search(r"\bmma\.sync|\bwgmma|\btcgen05", ptx)
-            assert "div.s64" not in ptx
-            used = kernels.resources(found)
-            assert (used["STACK"], used["LOCAL"]) == (0, 0), "registers do not suffice"
-            # Two blocks fit on a multiprocessor, by shared memory and by registers.
-            assert 2 * (found.metadata.shared + 1024) <= 228 << 10
-            assert 2 * 128 * used["REG"] <= 1 << 16
-    for parts in ("", "norm centred gate bias"):
-        case = empty_case(32, 4096, 6144, FP32, parts)
-        used = kernels.resources(kernels.compiled(launch_of(module, case), capability))
-        assert (used["STACK"], used["LOCAL"]) == (0, 0)
+    found = compiled(launch_of(rows, *LLAMA[parts], BF16, parts), capability)
+    ptx = found.asm["ptx"]
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", ptx)
+    # 16 bytes at a time, for three turns of the loop before the first is used.
+    assert {int(size, 16) for size in copies} == {16}
+    assert len(copies) >= 3 * 8
+    assert re.search(r"\bmma\.sync|\bwgmma|\btcgen05", ptx)
+    assert "div.s64" not in ptx
+    used = resources(found)
+    assert (used["STACK"], used["LOCAL"]) == (0, 0), "registers do not suffice"
+    # Two blocks fit on a multiprocessor, by shared memory and by registers.
+    assert 2 * (found.metadata.shared + 1024) <= 228 << 10
+    assert 2 * 128 * used["REG"] <= 1 << 16
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_rows_are_read_by_16_bytes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module = load_kernels(monkeypatch, is_interpreted=False)["layers.step_kernels"]
-    launches = [module.swiglu_launch(*(torch.empty(4, n, dtype=BF16) for n in (28_672, 14_336)))]
-    for width in (4096, 16_384):
-        x = torch.empty(4, width, dtype=BF16)
-        norm = Norm(torch.empty(width, dtype=BF16), 1e-5)
-        launches.append(module.add_norm_launch(x, x + 1, norm, x + 1, x + 1))
+@pytest.mark.parametrize(
+    ("parts", "capability"),
+    [("norm centred gate bias", 90), long_form("norm centred gate bias", 100), long_form("", 90)],
+)
+def test_registers_suffice_for_products_in_fp32(parts: str, capability: int) -> None:
+    used = resources(compiled(launch_of(32, 4096, 6144, FP32, parts), capability))
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("width", "capability"), [(4096, 90), (16_384, 100)])
+def test_rows_are_read_by_16_bytes(width: int, capability: int) -> None:
+    from pcomm.inference.layers import step_kernels
+
+    x = torch.empty(4, width, dtype=BF16)
+    with recorded() as launches:
+        step_kernels.swiglu(torch.empty(4, 2 * width, dtype=BF16))
+        step_kernels.add_norm(x, x + 1, Norm(torch.empty(width, dtype=BF16), 1e-5))
     for launch in launches:
-        found = kernels.compiled(launch, capability)
+        found = compiled(launch, capability)
         assert set(re.findall(r"\b(?:ld|st)\.global\.(\S+)", found.asm["ptx"])) == {"v4.b32"}
-        used = kernels.resources(found)
+        used = resources(found)
         assert (used["STACK"], used["LOCAL"]) == (0, 0)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 90), (FP32, 100)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "capability", "numbers_of_rows"),
+    [(BF16, 90, (1, 33)), long_form(BF16, 90, (16, 17)), long_form(FP32, 100, (1, 16, 17, 33))],
+    ids=str,
+)
 def test_they_are_launched_as_they_were_compiled(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: int
+    dtype: torch.dtype, capability: int, numbers_of_rows: tuple[int, ...]
 ) -> None:
     """Of any number of rows; the driver refuses what no launch may have."""
-    load_kernels(monkeypatch, is_interpreted=False)
     gate_up, down = layers_of(dtype)
     norm = Norm(torch.ones(24, dtype=dtype), 1e-5)
-    names: list[list[str]] = []
-    for rows in (1, 16, 17, 33):
+    few = ["product"] * 3 + ["add_norm", "product"]
+    many = ["add_norm", "swiglu", "add_norm", "add_norm", "swiglu"]
+    for rows in numbers_of_rows:
         found: list[tuple[Any, ...]] = []
         with fake_driver(capability, found):
             stream = ResidualStream(torch.ones(rows, 24, dtype=dtype))
@@ -317,7 +344,5 @@ def test_they_are_launched_as_they_were_compiled(
             stream.add(torch.ones(rows, 24, dtype=dtype))
             stream.gated_product(norm, gate_up)
         assert {launch[2] for launch in found} == {STREAM}
-        names.append([launch[0].removesuffix("_kernel") for launch in found])
-    few = ["product"] * 3 + ["add_norm", "product"]
-    many = ["add_norm", "swiglu", "add_norm", "add_norm", "swiglu"]
-    assert names == [few, few, few, many]
+        names = [launch[0].removesuffix("_kernel") for launch in found]
+        assert names == (many if rows > 32 else few)

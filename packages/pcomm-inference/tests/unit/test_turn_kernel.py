@@ -7,7 +7,7 @@ checks each argument.
 from __future__ import annotations
 
 import re
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from core_support.fake_driver import fake_driver
-from inference_support import kernels
-from inference_support.kernels import load_kernels
+from core_support.kernel_launches import compiled, resources
+from inference_support.kernels import interpreted_kernels
 from inference_support.paged_tokens import Pool, Tokens
 from pcomm.core.testing.assertions import assert_close, assert_equal
 from pcomm.inference.attention.on_device import attend_on_device
@@ -32,8 +32,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    return load_kernels(monkeypatch, is_interpreted=True)
+def interpreted() -> Iterator[None]:
+    with interpreted_kernels():
+        yield
 
 
 def turn_of(count: int, pairs: int, width: int, dtype: torch.dtype, form: str) -> HeadTurn:
@@ -50,16 +51,22 @@ def turn_of(count: int, pairs: int, width: int, dtype: torch.dtype, form: str) -
     return HeadTurn(angles.cos().to(dtype), sines, *norms)
 
 
+# Whole heads and a part of each, of widths that are no power of two.
 CASES = [("", 16, 8), ("norm", 16, 3), ("norm centred", 20, 10), ("norm", 6, 1)]
+TURNS = [(*case, dtype) for case, dtype in zip(CASES, (BF16, FP32, BF16, FP32), strict=True)]
+OTHERS = [(*case, dtype) for case in CASES for dtype in (FP32, BF16) if (*case, dtype) not in TURNS]
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("form", "width", "pairs"), CASES)
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("form", "width", "pairs", "dtype"),
+    [*TURNS, *(pytest.param(*one, marks=pytest.mark.soak) for one in OTHERS)],
+)
 def test_turned_heads_are_those_of_torch(
-    interpreted: dict[str, ModuleType], form: str, width: int, pairs: int, dtype: torch.dtype
+    form: str, width: int, pairs: int, dtype: torch.dtype
 ) -> None:
-    """Whole heads and a part of each, of widths that are no power of two, of chunks and decodes."""
-    parts = ((5, 1), (70, 1), (0, 19), (3, 2), (0, 1))
+    """Of chunks and decodes, in one tile of keys and in two."""
+    parts = ((5, 1), (65, 1), (0, 3), (3, 2), (0, 1))
     found: list[list[Tensor]] = []
     for is_fused in (True, False):
         pool = Pool(HEADS, dtype, 16, head_dim=width)
@@ -94,7 +101,8 @@ def test_turned_heads_are_those_of_torch(
     assert_close(rows, torch_rows, num_terms=16, magnitude=float(v.abs().max()))
 
 
-def test_keys_are_seen_as_they_are_kept(interpreted: dict[str, ModuleType]) -> None:
+@pytest.mark.usefixtures("interpreted")
+def test_keys_are_seen_as_they_are_kept() -> None:
     """Where memory has another dtype than the model."""
     one = Tokens(4, HEADS, FP32, 0)
     turn = turn_of(4, 8, 16, FP32, "norm")
@@ -106,7 +114,8 @@ def test_keys_are_seen_as_they_are_kept(interpreted: dict[str, ModuleType]) -> N
     assert_close(found, expected, num_terms=8, magnitude=8.0)
 
 
-def test_what_no_kernel_takes_is_turned_by_torch(interpreted: dict[str, ModuleType]) -> None:
+@pytest.mark.usefixtures("interpreted")
+def test_what_no_kernel_takes_is_turned_by_torch() -> None:
     for dtype, attend in ((torch.float64, attend_on_device), (torch.float64, paged_attention)):
         one, pool = Tokens(9, HEADS, dtype, 0), Pool(HEADS, dtype, 16)
         turn = turn_of(9, 8, 16, dtype, "norm")
@@ -115,47 +124,51 @@ def test_what_no_kernel_takes_is_turned_by_torch(interpreted: dict[str, ModuleTy
         assert_close(rows, one.dense(), num_terms=64, magnitude=8.0)
 
 
-def llama_launches(modules: dict[str, ModuleType], dtype: torch.dtype) -> list[Any]:
+def llama_launches() -> list[Any]:
     """A layer of Llama-8B, with norms: 8 requests that decode, and 8 tokens of a prompt."""
+    from pcomm.inference.attention.decode_kernel import decode_launch
+    from pcomm.inference.attention.turn_kernel import turn_launch
+
     heads, key_heads, width, count = 32, 8, 128, 8
-    numbers = torch.empty(count, (heads + 2 * key_heads) * width, dtype=dtype)
+    numbers = torch.empty(count, (heads + 2 * key_heads) * width, dtype=BF16)
     sizes = [heads * width, key_heads * width, key_heads * width]
     q, k, v = (part.view(count, -1, width) for part in numbers.split(sizes, 1))
-    pool = torch.empty(64, 16, key_heads, width, dtype=dtype)
+    pool = torch.empty(64, 16, key_heads, width, dtype=BF16)
     memory = KVMemory(pool, pool)
-    turn = turn_of(count, 64, width, dtype, "norm centred")
+    turn = turn_of(count, 64, width, BF16, "norm centred")
     places = (torch.zeros(count, 64, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
-    decode = modules["attention.decode_kernel"].decode_launch(
-        (q, k, v), memory, places, q.new_empty(q.shape), {}, turn=turn
-    )
+    decode = decode_launch((q, k, v), memory, places, q.new_empty(q.shape), {}, turn=turn)
     slots = torch.zeros(count, dtype=torch.int64)
     out = q.new_empty(q.shape), k.new_empty(k.shape)
-    return [
-        modules["attention.turn_kernel"].turn_launch((q, k, v), memory, slots, turn, *out),
-        decode,
-    ]
+    return [turn_launch((q, k, v), memory, slots, turn, *out), decode]
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_registers_suffice(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capability: int) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    modules = load_kernels(monkeypatch, is_interpreted=False)
-    for launch in llama_launches(modules, BF16):
-        found = kernels.compiled(launch, capability)
-        used = kernels.resources(found)
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.soak)])
+def test_registers_suffice(capability: int) -> None:
+    for launch in llama_launches():
+        found = compiled(launch, capability)
+        used = resources(found)
         assert (used["STACK"], used["LOCAL"]) == (0, 0)
         # Heads are read by 8 bytes for each thread or more.
         assert re.search(r"\bld\.global\.(v[24]\.b(?:32|64))", found.asm["ptx"])
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 90), (FP32, 100)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "capability", "forms"),
+    [
+        (BF16, 90, [("norm", 3)]),
+        (FP32, 100, [("", 8)]),
+        pytest.param(BF16, 100, [("norm centred", 8)], marks=pytest.mark.soak),
+        pytest.param(FP32, 90, [("", 8), ("norm", 3)], marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_they_are_launched_as_they_were_compiled(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: int
+    dtype: torch.dtype, capability: int, forms: list[tuple[str, int]]
 ) -> None:
-    load_kernels(monkeypatch, is_interpreted=False)
     found: list[tuple[Any, ...]] = []
     with fake_driver(capability, found):
-        for form, pairs in (("", 8), ("norm", 3), ("norm centred", 8)):
+        for form, pairs in forms:
             pool = Pool(HEADS, dtype, 16)
             requests = [Tokens(6, HEADS, dtype, n) for n in range(3)]
             pool.step([(requests[0], 5)])
@@ -165,4 +178,4 @@ def test_they_are_launched_as_they_were_compiled(
             )
             turn = turn_of(len(q), pairs, 16, dtype, form)
             attend_on_device(q, k, v, pool.memory, batch, turn=turn)
-    assert [launch[0] for launch in found] == 3 * ["decode_kernel", "turn_kernel"]
+    assert [launch[0] for launch in found] == len(forms) * ["decode_kernel", "turn_kernel"]

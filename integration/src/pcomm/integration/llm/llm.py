@@ -141,13 +141,7 @@ class LLM:
             "max_requests": max_requests,
         }
         _check_numbers(numbers)
-        if group is not None and ranks != 1:
-            raise ConfigError(
-                "LLM: ranks and group",
-                found=f"ranks={ranks}, and a group of {group.size}",
-                why="Either the ranks of a group share the model, or some that are started here.",
-                fix="Leave one of them out.",
-            )
+        _check_ranks(ranks, group)
         place, weights = device_of(device), dtype_of(dtype)
         num_ranks = ranks if group is None else group.size
         self.max_queued = max_queued
@@ -192,11 +186,7 @@ class LLM:
         )
         self.engine: StepEngine
         if here is not None:
-            try:
-                self.engine = options.engine(here, agreed_bytes(place, memory_bytes, group), group)
-            except BaseException:
-                self._give_back()
-                raise
+            self.engine = self._engine_here(here, options, place, memory_bytes, group)
         else:
             assert folder is not None, "a model in memory is on this process"
             self.engine = self._on_ranks = EngineOnRanks(
@@ -211,6 +201,21 @@ class LLM:
         self._open = OpenRequests(self.engine)
         self._num_requests = 0
         self._is_closed = False
+
+    def _engine_here(
+        self,
+        loaded: LoadedModel | LoadedForeign,
+        options: EngineOptions,
+        place: torch.device,
+        memory_bytes: int | None,
+        group: Group | None,
+    ) -> StepEngine:
+        """An engine of this process; where there can be none, the model is given back."""
+        try:
+            return options.engine(loaded, agreed_bytes(place, memory_bytes, group), group)
+        except BaseException:
+            self._give_back()
+            raise
 
     def generate(
         self,
@@ -551,6 +556,16 @@ def _check_messages(messages: object) -> None:
             found=f"{found!s:.100}" if found else f"{found!r}",
             why="A conversation is a list of messages, each with `role` and `content`.",
             fix='Give for example `[{"role": "user", "content": "Hello"}]`.',
+        )
+
+
+def _check_ranks(ranks: int, group: Group | None) -> None:
+    if group is not None and ranks != 1:
+        raise ConfigError(
+            "LLM: ranks and group",
+            found=f"ranks={ranks}, and a group of {group.size}",
+            why="Either the ranks of a group share the model, or some that are started here.",
+            fix="Leave one of them out.",
         )
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of this package share: dtypes and arithmetic.
+"""What the Triton kernels of attention, layers and sampling share: dtypes and arithmetic.
 
 Importing this file imports Triton.
 """

@@ -85,12 +85,12 @@ class RecurrentSocket:
     """One recurrent mixer of a model, which can run over ranks.
 
     Args:
-        name: Name of the module in the model.
-        module: The module.
+        name: The name of the module in the model.
+        module: The mixer itself, whose `forward` is replaced while it is plugged.
 
     Attributes:
-        spec: What the mixer moves; None until it has run once.
-        hidden_dim: Width of what comes in; 0 until then.
+        spec: The specification of what the mixer moves; None until it has run once.
+        hidden_dim: The width of the mixer's input; 0 until then.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:

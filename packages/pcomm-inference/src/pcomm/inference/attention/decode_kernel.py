@@ -22,18 +22,17 @@ Source:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.standard import _elementwise_max, _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.attention.scores import PLAIN, Softmax
 from pcomm.inference.attention.turn import HeadTurn
-from pcomm.inference.attention.turn_kernel import turn_arguments, turned
+from pcomm.inference.attention.turn_kernel import New, Shape, Turn, keep, turned_queries
 from pcomm.inference.kernel_arithmetic import DTYPES, dot, rounded
 from pcomm.inference.model import KVMemory
 
@@ -76,7 +75,7 @@ def decode_launch(
         window: Number of keys that a token sees; None for all.
         turn: How the kernel norms and turns the new queries and keys; None where it has been done.
     """
-    (q_NHK, k_NGK, v_NGV), (tables_NB, contexts_N) = new, places
+    q_NHK, (tables_NB, contexts_N) = new[0], places
     num_requests, num_heads, width = q_NHK.shape
     _, block_size, key_heads, value_width = memory.values.shape
     rows = num_heads // key_heads
@@ -94,115 +93,75 @@ def decode_launch(
         )
     sums, stats, arrivals = prepared[key]
     scale = width**-0.5 if softmax.scale is None else softmax.scale
+    told = New.of(*new)
     arguments = {
-        "queries": q_NHK,
-        "new_keys": k_NGK,
-        "new_values": v_NGV,
+        "new": told,
+        "turn": Turn.of(turn),
+        "shape": Shape.of(told, _LEAST),
         "keys": memory.keys,
         "values": memory.values,
         "tables": tables_NB,
-        "contexts": contexts_N,
-        # Not read where there are none; a pointer all the same, so that there is one signature.
-        "sinks": contexts_N if softmax.sinks_H is None else softmax.sinks_H,
-        "slopes": contexts_N if softmax.alibi_H is None else softmax.alibi_H,
-        "out": out_NHV,
-        "sums": sums,
-        "largest": stats[0],
-        "totals": stats[1],
-        "arrivals": arrivals,
         "table_width": tables_NB.shape[1],
-        "num_splits": num_splits,
-        "scale": scale,
-        "softcap": 1.0 if softmax.softcap is None else softmax.softcap,
-        "window": 0 if window is None else window,
-        "query_strides": q_NHK.stride(),
-        "key_strides": k_NGK.stride(),
-        "value_strides": v_NGV.stride(),
-        **turn_arguments(turn, contexts_N),
-        "KEY_HEADS": key_heads,
-        "ROWS": rows,
-        "PADDED_ROWS": _padded(rows),
-        "WIDTH": width,
-        "PADDED_WIDTH": _padded(width),
-        "VALUE_WIDTH": value_width,
-        "PADDED_VALUE_WIDTH": _padded(value_width),
+        "contexts": contexts_N,
+        "weights": Weights(scale, softmax.softcap, softmax.sinks_H, softmax.alibi_H, window),
+        "scratch": Scratch(sums, stats[0], stats[1], arrivals, num_splits),
+        "out": out_NHV,
         "BLOCK_SIZE": block_size,
         "TILE": _TILE,
         "SPLIT": _SPLIT,
         "MOST_SPLITS": _MOST_SPLITS,
-        "HAS_WINDOW": window is not None,
-        "HAS_CAP": softmax.softcap is not None,
-        "HAS_SINKS": softmax.sinks_H is not None,
-        "HAS_SLOPES": softmax.alibi_H is not None,
     }
     grid = (num_requests, key_heads, num_splits)
     return KernelLaunch(decode_kernel, grid, arguments, q_NHK.device)
 
 
-def _padded(count: int) -> int:
-    return max(_LEAST, 1 << (count - 1).bit_length())
-
-
 # -- the kernel ------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """How scores become weights, and how many keys a token sees; None for what does nothing."""
+
+    scale: Any
+    softcap: Any
+    sinks: Any
+    slopes: Any
+    window: Any
+
+
+class Scratch(NamedTuple):
+    """What splits leave: sums of values, largest scores, sums of weights, and how many arrived."""
+
+    sums: Any
+    largest: Any
+    totals: Any
+    arrivals: Any
+    num_splits: Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decode_kernel(
-    queries: tl.tensor,
-    new_keys: tl.tensor,
-    new_values: tl.tensor,
+    new: New,
+    turn: Turn,
+    shape: Shape,
     keys: tl.tensor,
     values: tl.tensor,
     tables: tl.tensor,
-    contexts: tl.tensor,
-    sinks: tl.tensor,
-    slopes: tl.tensor,
-    out: tl.tensor,
-    sums: tl.tensor,
-    largest: tl.tensor,
-    totals: tl.tensor,
-    arrivals: tl.tensor,
     table_width: tl.tensor,
-    num_splits: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    window: tl.tensor,
-    query_strides: tl.tuple,
-    key_strides: tl.tuple,
-    value_strides: tl.tuple,
-    cosines: tl.tensor,
-    sines: tl.tensor,
-    query_norm: tl.tensor,
-    key_norm: tl.tensor,
-    cosine_stride: tl.tensor,
-    sine_stride: tl.tensor,
-    query_eps: tl.tensor,
-    key_eps: tl.tensor,
-    PAIRS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    ADDS_ONE: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PADDED_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    PADDED_VALUE_WIDTH: tl.constexpr,
+    contexts: tl.tensor,
+    weights: Weights,
+    scratch: Scratch,
+    out: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
 ) -> None:
     """One split of one key head of one request; the last to arrive adds up all of them."""
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     newest = tl.load(contexts + request)
     first = newest * 0
-    if HAS_WINDOW:
-        first = tl.maximum(newest + 1 - window, 0)
+    if weights.window is not None:
+        first = tl.maximum(newest + 1 - weights.window, 0)
     num_keys = newest + 1 - first
     # By the keys of this request alone.
     own_part = ((num_keys + MOST_SPLITS - 1) // MOST_SPLITS + TILE - 1) // TILE * TILE
@@ -212,132 +171,147 @@ def decode_kernel(
         return
     start = first + split * part
     stop = tl.minimum(start + part, newest + 1)
-    row = tl.arange(0, PADDED_ROWS)
-    column = tl.arange(0, PADDED_WIDTH)
-    value_column = tl.arange(0, PADDED_VALUE_WIDTH)
-    is_row, is_column, is_value = row < ROWS, column < WIDTH, value_column < VALUE_WIDTH
     table = tables + request.to(tl.int64) * table_width
-    cosines += request * cosine_stride
-    sines += request * sine_stride
     if stop > newest:
         block = tl.load(table + newest // BLOCK_SIZE).to(tl.int64)
-        place = (block * BLOCK_SIZE + newest % BLOCK_SIZE) * KEY_HEADS + head
-        one = tl.arange(0, 1)
-        new_key = turned(
-            new_keys + request * key_strides[0] + head * key_strides[1] + one,
-            one == 0,
-            key_strides[2],
-            cosines,
-            sines,
-            key_norm,
-            key_eps,
-            WIDTH,
-            PADDED_WIDTH,
-            PAIRS,
-            HAS_NORM,
-            ADDS_ONE,
-        )
-        new_key = rounded(new_key.to(tl.float32), keys.dtype.element_ty)
-        new_value = tl.load(
-            new_values
-            + request * value_strides[0]
-            + head * value_strides[1]
-            + value_column * value_strides[2],
-            mask=is_value,
-        )
-        new_value = rounded(new_value.to(tl.float32), values.dtype.element_ty)
-        at = column[None, :]
-        tl.store(keys + place * WIDTH + at, new_key, mask=is_column[None, :])
-        tl.store(values + place * VALUE_WIDTH + value_column, new_value, mask=is_value)
+        place = (block * BLOCK_SIZE + newest % BLOCK_SIZE) * shape.KEY_HEADS + head
+        keep(new, turn, shape, keys, values, request, head, place)
         # All threads of the program read it below.
         tl.debug_barrier()
-    query_head = head * ROWS + row
-    query = turned(
-        queries + request * query_strides[0] + query_head * query_strides[1],
-        is_row,
-        query_strides[2],
-        cosines,
-        sines,
-        query_norm,
-        query_eps,
-        WIDTH,
-        PADDED_WIDTH,
-        PAIRS,
-        HAS_NORM,
-        ADDS_ONE,
+    query = turned_queries(new, turn, shape, request, head)
+    high, total, mixed = _attended(
+        query, keys, values, table, start, stop, newest, head, weights, shape, BLOCK_SIZE, TILE
     )
-    slope = tl.full([PADDED_ROWS], 0.0, tl.float32)
-    if HAS_SLOPES:
-        slope = tl.load(slopes + query_head, mask=is_row, other=0.0).to(tl.float32)
-    high = tl.full([PADDED_ROWS], float("-inf"), tl.float32)
-    total = tl.full([PADDED_ROWS], 0.0, tl.float32)
-    mixed = tl.full([PADDED_ROWS, PADDED_VALUE_WIDTH], 0.0, tl.float32)
-    for begin in range(start, stop, TILE):
-        position = begin + tl.arange(0, TILE)
-        is_seen = position < stop
-        block = tl.load(table + position // BLOCK_SIZE, mask=is_seen, other=0).to(tl.int64)
-        place = (block * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_HEADS + head
-        key = tl.load(
-            keys + (place * WIDTH)[:, None] + column[None, :],
-            mask=is_seen[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        value = tl.load(
-            values + (place * VALUE_WIDTH)[:, None] + value_column[None, :],
-            mask=is_seen[:, None] & is_value[None, :],
-            other=0.0,
-        )
-        score = tl.full([PADDED_ROWS, TILE], 0.0, tl.float32)
-        score = dot(query, tl.trans(key.to(query.dtype)), score) * scale
-        if HAS_CAP:
-            # tanh by an exponential that cannot overflow.
-            small = tl.exp(-2.0 * tl.abs(score) / softcap)
-            score = tl.where(score < 0, -softcap, softcap) * (1.0 - small) / (1.0 + small)
-        if HAS_SLOPES:
-            score += slope[:, None] * (position - newest)[None, :].to(tl.float32)
-        score = tl.where(is_seen[None, :], score, float("-inf"))
-        higher = tl.maximum(high, tl.reduce(score, 1, _elementwise_max))
-        weight = tl.exp(score - higher[:, None])
-        shrink = tl.exp(high - higher)
-        total = total * shrink + tl.reduce(weight, 1, _sum_combine)
-        mixed = mixed * shrink[:, None]
-        mixed = dot(rounded(weight, query.dtype), value.to(query.dtype), mixed)
-        high = higher
-    is_result = is_row[:, None] & is_value[None, :]
+    pair = request.to(tl.int64) * shape.KEY_HEADS + head
     if used_splits > 1:
-        pair = request.to(tl.int64) * KEY_HEADS + head
-        number = (pair * num_splits + split) * ROWS + row
-        scratch = (number * VALUE_WIDTH)[:, None] + value_column[None, :]
-        tl.store(sums + scratch, mixed, mask=is_result)
-        tl.store(largest + number, high, mask=is_row)
-        tl.store(totals + number, total, mask=is_row)
+        place = (pair * scratch.num_splits + split) * shape.ROWS
+        _leave(scratch, place, high, total, mixed, shape)
         # What all threads have stored comes before the arrival, and it before what is read below.
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(scratch.arrivals + pair, 1, sem="acq_rel", scope="gpu")
         if arrived < used_splits - 1:
             return
-        tl.store(arrivals + pair, 0)
-        high = tl.full([PADDED_ROWS], float("-inf"), tl.float32)
-        total = tl.full([PADDED_ROWS], 0.0, tl.float32)
-        mixed = tl.full([PADDED_ROWS, PADDED_VALUE_WIDTH], 0.0, tl.float32)
-        for one in range(used_splits):
-            number = (pair * num_splits + one) * ROWS + row
-            scratch = (number * VALUE_WIDTH)[:, None] + value_column[None, :]
-            # Past the first cache, which other processors do not write.
-            own_high = tl.load(largest + number, mask=is_row, other=0.0, cache_modifier=".cg")
-            own_total = tl.load(totals + number, mask=is_row, other=1.0, cache_modifier=".cg")
-            own_mixed = tl.load(sums + scratch, mask=is_result, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(high, own_high)
-            shrink, own_shrink = tl.exp(high - higher), tl.exp(own_high - higher)
-            total = total * shrink + own_total * own_shrink
-            mixed = mixed * shrink[:, None] + own_mixed * own_shrink[:, None]
-            high = higher
-    if HAS_SINKS:
-        sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32)
+        tl.store(scratch.arrivals + pair, 0)
+        high, total, mixed = _all_splits(scratch, pair, used_splits, shape)
+    row, column = tl.arange(0, shape.PADDED_ROWS), tl.arange(0, shape.PADDED_VALUE_WIDTH)
+    is_row = row < shape.ROWS
+    if weights.sinks is not None:
+        sink = tl.load(weights.sinks + head * shape.ROWS + row, mask=is_row, other=0.0)
+        sink = sink.to(tl.float32)
         higher = tl.maximum(high, sink)
         shrink = tl.exp(high - higher)
         total = total * shrink + tl.exp(sink - higher)
         mixed = mixed * shrink[:, None]
-    place = (request.to(tl.int64) * KEY_HEADS * ROWS + query_head) * VALUE_WIDTH
+    place = (pair * shape.ROWS + row) * shape.VALUE_WIDTH
     found = rounded(mixed / total[:, None], out.dtype.element_ty)
-    tl.store(out + place[:, None] + value_column[None, :], found, mask=is_result)
+    is_result = is_row[:, None] & (column < shape.VALUE_WIDTH)[None, :]
+    tl.store(out + place[:, None] + column[None, :], found, mask=is_result)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _nothing(shape: Shape) -> Any:
+    """The largest score, the sum of weights and that of weighted values before the first key."""
+    high = tl.full([shape.PADDED_ROWS], float("-inf"), tl.float32)
+    total = tl.full([shape.PADDED_ROWS], 0.0, tl.float32)
+    return high, total, tl.full([shape.PADDED_ROWS, shape.PADDED_VALUE_WIDTH], 0.0, tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attended(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    newest: tl.tensor,
+    head: tl.tensor,
+    weights: Weights,
+    shape: Shape,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> Any:
+    """Sums over the keys from `start` to `stop`, a tile of them at a time."""
+    row = tl.arange(0, shape.PADDED_ROWS)
+    column, value_column = tl.arange(0, shape.PADDED_WIDTH), tl.arange(0, shape.PADDED_VALUE_WIDTH)
+    is_column, is_value = column < shape.WIDTH, value_column < shape.VALUE_WIDTH
+    slope = tl.full([shape.PADDED_ROWS], 0.0, tl.float32)
+    if weights.slopes is not None:
+        slope = tl.load(
+            weights.slopes + head * shape.ROWS + row, mask=row < shape.ROWS, other=0.0
+        ).to(tl.float32)
+    high, total, mixed = _nothing(shape)
+    for begin in range(start, stop, TILE):
+        position = begin + tl.arange(0, TILE)
+        is_seen = position < stop
+        block = tl.load(table + position // BLOCK_SIZE, mask=is_seen, other=0).to(tl.int64)
+        place = (block * BLOCK_SIZE + position % BLOCK_SIZE) * shape.KEY_HEADS + head
+        key = tl.load(
+            keys + (place * shape.WIDTH)[:, None] + column[None, :],
+            mask=is_seen[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            values + (place * shape.VALUE_WIDTH)[:, None] + value_column[None, :],
+            mask=is_seen[:, None] & is_value[None, :],
+            other=0.0,
+        )
+        score = tl.full([shape.PADDED_ROWS, TILE], 0.0, tl.float32)
+        score = dot(query, tl.trans(key.to(query.dtype)), score) * weights.scale
+        if weights.softcap is not None:
+            # tanh by an exponential that cannot overflow.
+            small = tl.exp(-2.0 * tl.abs(score) / weights.softcap)
+            most = tl.where(score < 0, -weights.softcap, weights.softcap)
+            score = most * (1.0 - small) / (1.0 + small)
+        if weights.slopes is not None:
+            score += slope[:, None] * (position - newest)[None, :].to(tl.float32)
+        score = tl.where(is_seen[None, :], score, float("-inf"))
+        higher = tl.maximum(high, tl.max(score, 1))
+        weight = tl.exp(score - higher[:, None])
+        shrink = tl.exp(high - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = mixed * shrink[:, None]
+        mixed = dot(rounded(weight, query.dtype), value.to(query.dtype), mixed)
+        high = higher
+    return high, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _leave(
+    scratch: Scratch,
+    place: tl.tensor,
+    high: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    shape: Shape,
+) -> None:
+    """Write the sums of a split."""
+    row, column = tl.arange(0, shape.PADDED_ROWS), tl.arange(0, shape.PADDED_VALUE_WIDTH)
+    is_row, number = row < shape.ROWS, place + row
+    at = (number * shape.VALUE_WIDTH)[:, None] + column[None, :]
+    is_result = is_row[:, None] & (column < shape.VALUE_WIDTH)[None, :]
+    tl.store(scratch.sums + at, mixed, mask=is_result)
+    tl.store(scratch.largest + number, high, mask=is_row)
+    tl.store(scratch.totals + number, total, mask=is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _all_splits(scratch: Scratch, pair: tl.tensor, used_splits: tl.tensor, shape: Shape) -> Any:
+    """The sums of all splits of a request and head, in their order."""
+    row, column = tl.arange(0, shape.PADDED_ROWS), tl.arange(0, shape.PADDED_VALUE_WIDTH)
+    is_row = row < shape.ROWS
+    is_result = is_row[:, None] & (column < shape.VALUE_WIDTH)[None, :]
+    high, total, mixed = _nothing(shape)
+    for one in range(used_splits):
+        number = (pair * scratch.num_splits + one) * shape.ROWS + row
+        at = (number * shape.VALUE_WIDTH)[:, None] + column[None, :]
+        # Past the first cache, which other processors do not write.
+        own_high = tl.load(scratch.largest + number, mask=is_row, other=0.0, cache_modifier=".cg")
+        own_total = tl.load(scratch.totals + number, mask=is_row, other=1.0, cache_modifier=".cg")
+        own_mixed = tl.load(scratch.sums + at, mask=is_result, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(high, own_high)
+        shrink, own_shrink = tl.exp(high - higher), tl.exp(own_high - higher)
+        total = total * shrink + own_total * own_shrink
+        mixed = mixed * shrink[:, None] + own_mixed * own_shrink[:, None]
+        high = higher
+    return high, total, mixed

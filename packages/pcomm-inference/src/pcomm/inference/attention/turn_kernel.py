@@ -8,84 +8,162 @@ norms, multiplies and adds in operations of their own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.attention.turn import HeadTurn
 from pcomm.inference.kernel_arithmetic import rounded
 from pcomm.inference.model import KVMemory
 
-__all__ = ["turn_arguments", "turn_launch", "turned"]
+__all__ = ["New", "Shape", "Turn", "keep", "turn_launch", "turned_queries"]
 
 
-def turn_arguments(turn: HeadTurn | None, unused: Tensor) -> dict[str, Any]:
-    """What `turned` is told, of a kernel that has these parameters.
+class New(NamedTuple):
+    """Heads of new tokens as projections give them: `[T, H, K]`, `[T, G, K]` and `[T, G, V]`."""
 
-    Args:
-        turn: Norm and rotation; None for neither.
-        unused: Any tensor, which stands for those that are not read.
+    q: Any
+    k: Any
+    v: Any
+    q_strides: Any
+    k_strides: Any
+    v_strides: Any
+
+    @classmethod
+    def of(cls, q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor) -> New:
+        """Those of the tensors."""
+        return cls(q_THK, k_TGK, v_TGV, q_THK.stride(), k_TGK.stride(), v_TGV.stride())
+
+
+class Shape(NamedTuple):
+    """Key heads, queries of each, and widths, each a `tl.constexpr`, some padded."""
+
+    KEY_HEADS: Any
+    ROWS: Any
+    PADDED_ROWS: Any
+    WIDTH: Any
+    PADDED_WIDTH: Any
+    VALUE_WIDTH: Any
+    PADDED_VALUE_WIDTH: Any
+
+    @classmethod
+    def of(cls, new: New, least: int = 1) -> Shape:
+        """Those of heads, padded to powers of two from `least` on."""
+        key_heads, width = new.k.shape[1:]
+        sizes = [key_heads]
+        for size in (new.q.shape[1] // key_heads, width, new.v.shape[2]):
+            sizes += [size, max(least, triton.next_power_of_2(size))]
+        return cls(*map(tl.constexpr, sizes))
+
+
+class Turn(NamedTuple):
+    """What kernels are told of a `HeadTurn`: the last two are each a `tl.constexpr`.
+
+    Without a rotation there are no pairs; a norm that there is not has None for its weight.
     """
-    tables = (unused, unused) if turn is None else (turn.cosines_TR, turn.sines_TR)
-    query_norm = None if turn is None else turn.query_norm
-    key_norm = None if turn is None else turn.key_norm
-    return {
-        "cosines": tables[0],
-        "sines": tables[1],
-        "query_norm": unused if query_norm is None else query_norm.weight,
-        "key_norm": unused if key_norm is None else key_norm.weight,
-        "cosine_stride": 0 if turn is None else tables[0].stride(0),
-        "sine_stride": 0 if turn is None else tables[1].stride(0),
-        "query_eps": 0.0 if query_norm is None else query_norm.eps,
-        "key_eps": 0.0 if key_norm is None else key_norm.eps,
-        "PAIRS": 0 if turn is None else tables[0].shape[1],
-        "HAS_NORM": query_norm is not None,
-        "ADDS_ONE": query_norm is not None and query_norm.is_zero_centred,
-    }
+
+    cosines: Any
+    cosine_stride: Any
+    sines: Any
+    sine_stride: Any
+    query_norm: Any
+    query_eps: Any
+    key_norm: Any
+    key_eps: Any
+    PAIRS: Any
+    ADDS_ONE: Any
+
+    @classmethod
+    def of(cls, turn: HeadTurn | None) -> Turn:
+        """That of norm and rotation, or of neither."""
+        if turn is None:
+            return cls(*8 * (None,), tl.constexpr(0), tl.constexpr(False))
+        cos_TR, sin_TR, *norms = turn.cosines_TR, turn.sines_TR, turn.query_norm, turn.key_norm
+        told = [x for one in norms for x in ((one.weight, one.eps) if one else (None, None))]
+        adds_one = turn.query_norm is not None and turn.query_norm.is_zero_centred
+        constants = map(tl.constexpr, (cos_TR.shape[1], adds_one))
+        return cls(cos_TR, cos_TR.stride(0), sin_TR, sin_TR.stride(0), *told, *constants)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def turned(
+def turned_queries(new: New, turn: Turn, shape: Shape, token: tl.tensor, head: tl.tensor) -> Any:
+    """`[PADDED_ROWS, PADDED_WIDTH]`, the queries of a token that read a key head."""
+    row = tl.arange(0, shape.PADDED_ROWS)
+    heads = new.q + token * new.q_strides[0] + (head * shape.ROWS + row) * new.q_strides[1]
+    norm, eps, stride = turn.query_norm, turn.query_eps, new.q_strides[2]
+    return _turned(heads, row < shape.ROWS, stride, norm, eps, turn, shape, token)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def keep(
+    new: New,
+    turn: Turn,
+    shape: Shape,
+    keys: tl.tensor,
+    values: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    place: tl.tensor,
+) -> Any:
+    """Write a key head of a token, and its value, to their place; the key, before it is rounded."""
+    one = tl.arange(0, 1)
+    heads = new.k + token * new.k_strides[0] + head * new.k_strides[1] + one
+    norm, eps, stride = turn.key_norm, turn.key_eps, new.k_strides[2]
+    key = _turned(heads, one == 0, stride, norm, eps, turn, shape, token)
+    kept = rounded(key.to(tl.float32), keys.dtype.element_ty)
+    column = tl.arange(0, shape.PADDED_VALUE_WIDTH)
+    is_value = column < shape.VALUE_WIDTH
+    start = new.v + token * new.v_strides[0] + head * new.v_strides[1]
+    value = tl.load(start + column * new.v_strides[2], mask=is_value)
+    value = rounded(value.to(tl.float32), values.dtype.element_ty)
+    at = tl.arange(0, shape.PADDED_WIDTH)[None, :]
+    tl.store(keys + place * shape.WIDTH + at, kept, mask=at < shape.WIDTH)
+    tl.store(values + place * shape.VALUE_WIDTH + column, value, mask=is_value)
+    return key
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(
     heads: tl.tensor,
     is_head: tl.tensor,
     column_stride: tl.tensor,
-    cosines: tl.tensor,
-    sines: tl.tensor,
-    norm: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    ADDS_ONE: tl.constexpr,
+    norm: tl.tensor | None,
+    eps: tl.tensor | None,
+    turn: Turn,
+    shape: Shape,
+    token: tl.tensor,
 ) -> Any:
     """Heads of one token, `[len(heads), PADDED_WIDTH]`, normed and turned; zero behind `WIDTH`.
 
-    `heads` are the places where they begin; `cosines` and `sines` are those of the token.
+    `heads` are the places where they begin.
     """
-    column = tl.arange(0, PADDED_WIDTH)
-    is_read = is_head[:, None] & (column < WIDTH)[None, :]
+    column = tl.arange(0, shape.PADDED_WIDTH)
+    is_read = is_head[:, None] & (column < shape.WIDTH)[None, :]
     own = tl.load(heads[:, None] + (column * column_stride)[None, :], mask=is_read, other=0.0)
     dtype = own.dtype
     wide = own.to(tl.float32)
     factor = tl.full([heads.shape[0]], 1.0, tl.float32)
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.reduce(wide * wide, 1, _sum_combine) / WIDTH + eps)
-        wide = _scaled(wide, factor, norm, column, WIDTH, ADDS_ONE, dtype)
-    if PAIRS > 0:
-        is_first, is_turned = column < PAIRS, column < 2 * PAIRS
-        partner = tl.where(is_first, column + PAIRS, tl.where(is_turned, column - PAIRS, column))
+    if norm is not None:
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / shape.WIDTH + eps)
+        wide = _scaled(wide, factor, norm, column, turn, shape, dtype)
+    if turn.PAIRS > 0:
+        is_first, is_turned = column < turn.PAIRS, column < 2 * turn.PAIRS
+        second = tl.where(is_turned, column - turn.PAIRS, column)
+        partner = tl.where(is_first, column + turn.PAIRS, second)
         other = tl.load(
             heads[:, None] + (partner * column_stride)[None, :], mask=is_read, other=0.0
         )
         other = other.to(tl.float32)
-        if HAS_NORM:
-            other = _scaled(other, factor, norm, partner, WIDTH, ADDS_ONE, dtype)
-        pair = tl.where(is_first, column, column - PAIRS)
+        if norm is not None:
+            other = _scaled(other, factor, norm, partner, turn, shape, dtype)
+        pair = tl.where(is_first, column, column - turn.PAIRS)
+        cosines, sines = (
+            turn.cosines + token * turn.cosine_stride,
+            turn.sines + token * turn.sine_stride,
+        )
         cosine = tl.load(cosines + pair, mask=is_turned, other=1.0).to(tl.float32)
         sine = tl.load(sines + pair, mask=is_turned, other=0.0).to(tl.float32)
         sine = tl.where(is_first, -sine, sine)
@@ -102,12 +180,12 @@ def _scaled(
     factor: tl.tensor,
     norm: tl.tensor,
     column: tl.tensor,
-    WIDTH: tl.constexpr,
-    ADDS_ONE: tl.constexpr,
+    turn: Turn,
+    shape: Shape,
     dtype: tl.constexpr,
 ) -> Any:
-    scale = tl.load(norm + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    if ADDS_ONE:
+    scale = tl.load(norm + column, mask=column < shape.WIDTH, other=0.0).to(tl.float32)
+    if turn.ADDS_ONE:
         scale += 1.0
     return rounded(wide * factor[:, None] * scale[None, :], dtype).to(tl.float32)
 
@@ -128,116 +206,43 @@ def turn_launch(
         slots_T: int64, the places of the tokens in the blocks.
         turn: Norm and rotation of these tokens.
         q_out_THK: Place of the turned queries, contiguous.
-        k_out_TGK: Place of the turned keys as they are kept, contiguous.
+        k_out_TGK: Place of the turned keys, contiguous.
     """
-    q_THK, k_TGK, v_TGV = new
-    key_heads, width = k_TGK.shape[1:]
-    rows = q_THK.shape[1] // key_heads
+    told = New.of(*new)
     arguments = {
-        "queries": q_THK,
-        "new_keys": k_TGK,
-        "new_values": v_TGV,
+        "new": told,
+        "turn": Turn.of(turn),
+        "shape": Shape.of(told),
         "keys": memory.keys,
         "values": memory.values,
         "slots": slots_T,
-        "turned_queries": q_out_THK,
-        "turned_keys": k_out_TGK,
-        "query_strides": q_THK.stride(),
-        "key_strides": k_TGK.stride(),
-        "value_strides": v_TGV.stride(),
-        **turn_arguments(turn, slots_T),
-        "KEY_HEADS": key_heads,
-        "ROWS": rows,
-        "PADDED_ROWS": triton.next_power_of_2(rows),
-        "WIDTH": width,
-        "PADDED_WIDTH": triton.next_power_of_2(width),
-        "VALUE_WIDTH": v_TGV.shape[2],
-        "PADDED_VALUE_WIDTH": triton.next_power_of_2(v_TGV.shape[2]),
+        "turned": q_out_THK,
+        "seen": k_out_TGK,
     }
-    return KernelLaunch(turn_kernel, (len(q_THK), key_heads), arguments, q_THK.device)
+    grid = k_out_TGK.shape[:2]
+    return KernelLaunch(turn_kernel, tuple(grid), arguments, q_out_THK.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def turn_kernel(
-    queries: tl.tensor,
-    new_keys: tl.tensor,
-    new_values: tl.tensor,
+    new: New,
+    turn: Turn,
+    shape: Shape,
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
-    turned_queries: tl.tensor,
-    turned_keys: tl.tensor,
-    query_strides: tl.tuple,
-    key_strides: tl.tuple,
-    value_strides: tl.tuple,
-    cosines: tl.tensor,
-    sines: tl.tensor,
-    query_norm: tl.tensor,
-    key_norm: tl.tensor,
-    cosine_stride: tl.tensor,
-    sine_stride: tl.tensor,
-    query_eps: tl.tensor,
-    key_eps: tl.tensor,
-    PAIRS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    ADDS_ONE: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PADDED_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    PADDED_VALUE_WIDTH: tl.constexpr,
+    turned: tl.tensor,
+    seen: tl.tensor,
 ) -> None:
     """One key head of one token, with the query heads that read it."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, column = tl.arange(0, PADDED_ROWS), tl.arange(0, PADDED_WIDTH)
-    is_row, is_column = row < ROWS, column < WIDTH
-    cosines += token * cosine_stride
-    sines += token * sine_stride
-    query_head = head * ROWS + row
-    query = turned(
-        queries + token * query_strides[0] + query_head * query_strides[1],
-        is_row,
-        query_strides[2],
-        cosines,
-        sines,
-        query_norm,
-        query_eps,
-        WIDTH,
-        PADDED_WIDTH,
-        PAIRS,
-        HAS_NORM,
-        ADDS_ONE,
-    )
-    place = (token * KEY_HEADS * ROWS + query_head) * WIDTH
-    is_query = is_row[:, None] & is_column[None, :]
-    tl.store(turned_queries + place[:, None] + column[None, :], query, mask=is_query)
-    one = tl.arange(0, 1)
-    key = turned(
-        new_keys + token * key_strides[0] + head * key_strides[1] + one,
-        one == 0,
-        key_strides[2],
-        cosines,
-        sines,
-        key_norm,
-        key_eps,
-        WIDTH,
-        PADDED_WIDTH,
-        PAIRS,
-        HAS_NORM,
-        ADDS_ONE,
-    )
-    slot = tl.load(slots + token) * KEY_HEADS + head
-    kept = rounded(key.to(tl.float32), keys.dtype.element_ty)
+    row, column = tl.arange(0, shape.PADDED_ROWS), tl.arange(0, shape.PADDED_WIDTH)
+    query = turned_queries(new, turn, shape, token, head)
+    first = token * shape.KEY_HEADS + head
+    place = (first * shape.ROWS + row) * shape.WIDTH
+    is_query = (row < shape.ROWS)[:, None] & (column < shape.WIDTH)[None, :]
+    tl.store(turned + place[:, None] + column[None, :], query, mask=is_query)
+    slot = tl.load(slots + token) * shape.KEY_HEADS + head
+    key = keep(new, turn, shape, keys, values, token, head, slot)
     at = column[None, :]
-    tl.store(keys + slot * WIDTH + at, kept, mask=is_column[None, :])
-    place = (token * KEY_HEADS + head) * WIDTH
-    seen = rounded(kept.to(tl.float32), key.dtype)
-    tl.store(turned_keys + place + at, seen, mask=is_column[None, :])
-    value_column = tl.arange(0, PADDED_VALUE_WIDTH)
-    is_value = value_column < VALUE_WIDTH
-    new = new_values + token * value_strides[0] + head * value_strides[1]
-    value = tl.load(new + value_column * value_strides[2], mask=is_value)
-    value = rounded(value.to(tl.float32), values.dtype.element_ty)
-    tl.store(values + slot * VALUE_WIDTH + value_column, value, mask=is_value)
+    tl.store(seen + first * shape.WIDTH + at, key, mask=at < shape.WIDTH)

@@ -1,4 +1,7 @@
-"""The norm of rows as the kernels of a step are told of it, and as torch computes it."""
+"""The norm of rows as the kernels of a step are told of it, and as torch computes it.
+
+It stands apart since layers and attention both norm rows, and neither should import the other.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.standard import _sum_combine  # type: ignore[import-untyped]
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.kernel_arithmetic import DTYPES, dot, rounded
@@ -84,29 +83,14 @@ def product(
     """`x W^T + b` of few rows in one launch: `[T, O]`, contiguous.
 
     Args:
-        x_TI: Rows, which `takes_product`.
-        weight_OI: The weight.
-        bias_O: The bias, if there is one.
-        norm: Norm of the rows before the product; None for none.
-        residual_TO: What the result is added to; None for nothing. Contiguous.
+        x_TI: The rows, which `takes_product` takes.
+        weight_OI: The weight, `[O, I]`.
+        bias_O: The bias; None where the layer has none.
+        norm: The norm that rows pass before the product; None where they pass none.
+        residual_TO: Contiguous rows that the result is added to; None where nothing is added.
         is_gated: True for `silu(gate) * up`, `[T, O / 2]`, of results whose first half is the gate.
     """
-    out = x_TI.new_empty(len(x_TI), len(weight_OI) // (2 if is_gated else 1))
-    product_launch(x_TI, weight_OI, bias_O, norm, residual_TO, out, is_gated=is_gated).run()
-    return out
-
-
-def product_launch(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None,
-    norm: Norm | None,
-    residual_TO: Tensor | None,
-    out_TF: Tensor,
-    *,
-    is_gated: bool,
-) -> KernelLaunch:
-    """The launch of `product`, which writes its result to `out_TF`."""
+    out_TF = x_TI.new_empty(len(x_TI), len(weight_OI) // (2 if is_gated else 1))
     num_rows, num_inputs = x_TI.shape
     is_few = num_rows <= _FEW_ROWS
     outputs = 16 if is_few else 32
@@ -115,51 +99,45 @@ def product_launch(
     arguments = {
         "x": x_TI,
         "weight": weight_OI,
-        # Not read where there is none; a pointer all the same, so that there is one signature.
-        "bias": out_TF if bias_O is None else bias_O,
-        "norm_weight": out_TF if norm is None else norm.weight,
-        "residual": out_TF if residual_TO is None else residual_TO,
+        "bias": bias_O,
+        "norm_weight": None if norm is None else norm.weight,
+        "residual": residual_TO,
         "out": out_TF,
         "num_rows": num_rows,
         "x_stride": x_TI.stride(0),
-        "eps": 0.0 if norm is None else norm.eps,
+        "eps": None if norm is None else norm.eps,
         "INPUTS": num_inputs,
         "OUTPUTS": out_TF.shape[1],
         "ROWS": _FEW_ROWS if is_few else _MOST_ROWS,
         "OUTPUT_TILE": outputs,
         "INPUT_TILE": inputs,
-        "HAS_BIAS": bias_O is not None,
-        "HAS_NORM": norm is not None,
         "ADDS_ONE": norm is not None and norm.is_zero_centred,
-        "HAS_RESIDUAL": residual_TO is not None,
         "IS_GATED": is_gated,
         "num_warps": 4,
         "num_stages": 4,
     }
     grid = (triton.cdiv(out_TF.shape[1], outputs),)
-    return KernelLaunch(product_kernel, grid, arguments, x_TI.device)
+    KernelLaunch(product_kernel, grid, arguments, x_TI.device).run()
+    return out_TF
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def product_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    bias: tl.tensor,
-    norm_weight: tl.tensor,
-    residual: tl.tensor,
+    bias: tl.tensor | None,
+    norm_weight: tl.tensor | None,
+    residual: tl.tensor | None,
     out: tl.tensor,
     num_rows: tl.tensor,
     x_stride: tl.tensor,
-    eps: tl.tensor,
+    eps: tl.tensor | None,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUT_TILE: tl.constexpr,
     INPUT_TILE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     ADDS_ONE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
 ) -> None:
     """Some outputs of all rows: a tile of the weight on the left, the rows on the right."""
@@ -179,7 +157,7 @@ def product_kernel(
             mask=is_column[:, None] & is_row[None, :],
             other=0.0,
         )
-        if HAS_NORM:
+        if norm_weight is not None:
             wide = tile.to(tl.float32)
             squares += wide * wide
             scale = tl.load(norm_weight + column, mask=is_column, other=0.0).to(tl.float32)
@@ -191,11 +169,11 @@ def product_kernel(
         if IS_GATED:
             below = weight + (line + OUTPUTS * INPUTS)[:, None] + column[None, :]
             above = dot(tl.load(below, mask=is_read, other=0.0), tile, above)
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.reduce(squares, 0, _sum_combine) / INPUTS + eps)[None, :]
+    if norm_weight is not None:
+        factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)[None, :]
         found *= factor
         above *= factor
-    if HAS_BIAS:
+    if bias is not None:
         found += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
         if IS_GATED:
             own = tl.load(bias + OUTPUTS + output, mask=is_output, other=0.0)
@@ -206,7 +184,7 @@ def product_kernel(
         result = _gated(result, rounded(above, dtype))
     place = (row * OUTPUTS)[None, :] + output[:, None]
     is_result = is_output[:, None] & is_row[None, :]
-    if HAS_RESIDUAL:
+    if residual is not None:
         before = tl.load(residual + place, mask=is_result, other=0.0)
         result = rounded(before.to(tl.float32) + result.to(tl.float32), dtype)
     tl.store(out + place, result, mask=is_result)
@@ -227,50 +205,41 @@ def add_norm(x_TD: Tensor, y_TD: Tensor | None, norm: Norm) -> tuple[Tensor, Ten
     """`x + y` and its norm, in one launch: both `[T, D]`.
 
     Args:
-        x_TD: Residual stream, which `takes_rows`; it is not changed.
-        y_TD: What is added to it, contiguous; None for nothing, which gives `x_TD` itself back.
-        norm: The norm.
+        x_TD: The residual stream, which `takes_rows` takes; it is not changed.
+        y_TD: Contiguous rows that are added to it; None where the sum is `x_TD` itself.
+        norm: The norm that the sum passes.
     """
     normed_TD = torch.empty_like(x_TD)
     sum_TD = x_TD if y_TD is None else torch.empty_like(x_TD)
-    add_norm_launch(x_TD, y_TD, norm, sum_TD, normed_TD).run()
-    return sum_TD, normed_TD
-
-
-def add_norm_launch(
-    x_TD: Tensor, y_TD: Tensor | None, norm: Norm, sum_TD: Tensor, normed_TD: Tensor
-) -> KernelLaunch:
-    """The launch of `add_norm`, which writes its results to the last two."""
     width = x_TD.shape[1]
     block = triton.next_power_of_2(width)
     arguments = {
         "x": x_TD,
-        "y": x_TD if y_TD is None else y_TD,
+        "y": y_TD,
         "weight": norm.weight,
         "sums": sum_TD,
         "normed": normed_TD,
         "eps": norm.eps,
         "WIDTH": width,
         "BLOCK": block,
-        "HAS_ADDEND": y_TD is not None,
         "ADDS_ONE": norm.is_zero_centred,
         # 16 numbers of a row for each thread, up to as many threads as a block may have.
         "num_warps": min(max(block // 512, 1), 32),
     }
-    return KernelLaunch(add_norm_kernel, (len(x_TD),), arguments, x_TD.device)
+    KernelLaunch(add_norm_kernel, (len(x_TD),), arguments, x_TD.device).run()
+    return sum_TD, normed_TD
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_norm_kernel(
     x: tl.tensor,
-    y: tl.tensor,
+    y: tl.tensor | None,
     weight: tl.tensor,
     sums: tl.tensor,
     normed: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
     ADDS_ONE: tl.constexpr,
 ) -> None:
     """One row."""
@@ -278,12 +247,12 @@ def add_norm_kernel(
     column = tl.arange(0, BLOCK)
     is_column = column < WIDTH
     found = tl.load(x + start + column, mask=is_column, other=0.0)
-    if HAS_ADDEND:
+    if y is not None:
         addend = tl.load(y + start + column, mask=is_column, other=0.0)
         found = rounded(found.to(tl.float32) + addend.to(tl.float32), found.dtype)
         tl.store(sums + start + column, found, mask=is_column)
     wide = found.to(tl.float32)
-    factor = tl.rsqrt(tl.reduce(wide * wide, 0, _sum_combine) / WIDTH + eps)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     scale = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     if ADDS_ONE:
         scale += 1.0
@@ -299,16 +268,10 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """
     num_rows, width = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
     out_TF = gate_up_T2F.new_empty(num_rows, width)
-    swiglu_launch(gate_up_T2F, out_TF).run()
-    return out_TF
-
-
-def swiglu_launch(gate_up_T2F: Tensor, out_TF: Tensor) -> KernelLaunch:
-    """The launch of `swiglu`, which writes its result to the second."""
-    width = out_TF.shape[1]
     arguments = {"gate_up": gate_up_T2F, "out": out_TF, "WIDTH": width, "BLOCK": _BLOCK}
-    grid = (len(out_TF), triton.cdiv(width, _BLOCK))
-    return KernelLaunch(swiglu_kernel, grid, arguments, out_TF.device)
+    grid = (num_rows, triton.cdiv(width, _BLOCK))
+    KernelLaunch(swiglu_kernel, grid, arguments, out_TF.device).run()
+    return out_TF
 
 
 @triton.jit  # type: ignore[untyped-decorator]

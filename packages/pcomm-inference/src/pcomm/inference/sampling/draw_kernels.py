@@ -23,16 +23,26 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.standard import (  # type: ignore[import-untyped]
-    _elementwise_max,
-    _elementwise_min,
-    _sum_combine,
-)
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.kernel_arithmetic import DTYPES
-from pcomm.inference.sampling.filters import UNITS
-from pcomm.inference.sampling.noise import DRAW_1, DRAW_2, UNIFORM_BITS, TokenNoise, row_keys
+from pcomm.inference.sampling.cut_kernels import (
+    INFINITY,
+    NO_ID,
+    Bins,
+    DrawSizes,
+    Given,
+    Listed,
+    Row,
+    better,
+    between,
+    bin_of,
+    bins_of,
+    key_of,
+    score_of,
+    units_of,
+)
+from pcomm.inference.sampling.noise import TokenNoise, row_keys
 from pcomm.inference.sampling.params import SamplingRow
 
 __all__ = ["choose", "launches", "takes_logits"]
@@ -42,15 +52,6 @@ _PART, _TILE, _LISTED = 4096, 1024, 1024
 # Bins of logits below the largest: so many of them, and so many for each unit of a logit. Behind
 # the last lie tokens without a unit of mass.
 _BINS, _BINS_PER_LOGIT = 1024, 46.0
-
-_UNITS, _LOW_BITS = tl.constexpr(UNITS), tl.constexpr(64 - UNIFORM_BITS)
-_FIRST, _SECOND = tl.constexpr(DRAW_1), tl.constexpr(DRAW_2)
-_HALF, _SCALE = tl.constexpr(2.0 ** (UNIFORM_BITS - 1)), tl.constexpr(2.0**-UNIFORM_BITS)
-_LEAST, _MOST = tl.constexpr(2.0 ** -(UNIFORM_BITS + 1)), tl.constexpr(1 - 2.0**-24)
-_INFINITY = tl.constexpr(float("inf"))
-_NO_ID = tl.constexpr(2**31 - 1)
-# The magnitude of minus infinity, the least key.
-_LEAST_KEY = tl.constexpr(-0x7F800000)
 
 
 def takes_logits(logits_RV: Tensor) -> bool:
@@ -116,48 +117,32 @@ def launches(
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    given = Given(
+        logits_RV,
+        logits_RV.stride(0),
+        told_6R,
+        num_rows,
+        scratch(num_rows, parts, dtype=torch.float32),
+        scratch(num_rows, _BINS, dtype=torch.int64),
+        scratch(num_rows, _BINS, dtype=torch.int32),
+        mixed_V,
+        scratch(num_rows, parts, dtype=torch.float32),
+        scratch(num_rows, parts, dtype=torch.int32),
+    )
+    padded, each = triton.next_power_of_2(parts), (_PART, _TILE, _LISTED, _BINS, _BINS_PER_LOGIT)
     common = {
-        "logits": logits_RV,
-        "row_stride": logits_RV.stride(0),
-        "told": told_6R,
-        "largest": scratch(num_rows, parts, dtype=torch.float32),
-        "masses": scratch(num_rows, _BINS, dtype=torch.int64),
-        "counts": scratch(num_rows, _BINS, dtype=torch.int32),
-        "num_rows": num_rows,
-        "VOCABULARY": vocabulary,
-        "PARTS": parts,
-        "PADDED_PARTS": triton.next_power_of_2(parts),
-        "PART": _PART,
-        "TILE": _TILE,
-        "BINS": _BINS,
-        "BINS_PER_LOGIT": _BINS_PER_LOGIT,
+        "given": given,
+        "sizes": DrawSizes(*map(tl.constexpr, (vocabulary, parts, padded, *each))),
+        # Arrivals, and how many tokens are listed.
+        "state": scratch(2, num_rows, dtype=torch.int32),
     }
-    of_parts = {
-        "mixed": mixed_V,
-        "scores": scratch(num_rows, parts, dtype=torch.float32),
-        "ids": scratch(num_rows, parts, dtype=torch.int32),
-    }
-    # Arrivals, and how many tokens are listed.
-    state = scratch(2, num_rows, dtype=torch.int32)
-    grid = (num_rows, parts)
     listed = scratch(2, num_rows, vocabulary, dtype=torch.int32)
+    last = {**common, "listed": listed, "out": out_R, "num_warps": 8}
+    grid = (num_rows, parts)
     return (
-        KernelLaunch(largest_kernel, grid, {**common, "state": state}, device),
-        KernelLaunch(draw_kernel, grid, {**common, **of_parts}, device),
-        KernelLaunch(
-            choose_kernel,
-            grid,
-            {
-                **common,
-                **of_parts,
-                "state": state,
-                "listed": listed,
-                "out": out_R,
-                "LISTED": _LISTED,
-                "num_warps": 8,
-            },
-            device,
-        ),
+        KernelLaunch(largest_kernel, grid, common, device),
+        KernelLaunch(draw_kernel, grid, common, device),
+        KernelLaunch(choose_kernel, grid, last, device),
     )
 
 
@@ -165,8 +150,20 @@ def launches(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _number(told: tl.tensor, place: tl.constexpr, num_rows: tl.tensor, row: tl.tensor) -> Any:
-    return tl.load(told + place * num_rows + row).to(tl.float64, bitcast=True)
+def _row(given: Given, sizes: DrawSizes) -> Row:
+    row = tl.program_id(0).to(tl.int64)
+    most = _largest_of_row(given.largest, row, sizes.PARTS, sizes.PADDED_PARTS)
+    told, step = given.told + row, given.num_rows
+    return Row(
+        row,
+        most,
+        tl.load(told),
+        tl.load(told + step),
+        tl.load(told + 2 * step).to(tl.float64, bitcast=True).to(tl.float32),
+        tl.load(told + 3 * step),
+        tl.load(told + 4 * step).to(tl.float64, bitcast=True),
+        tl.load(told + 5 * step).to(tl.float64, bitcast=True).to(tl.float32),
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -175,382 +172,145 @@ def _largest_of_row(
 ) -> Any:
     """The largest logit; NaN where one is."""
     part = tl.arange(0, PADDED_PARTS)
-    found = tl.load(largest + row * PARTS + part, mask=part < PARTS, other=-_INFINITY)
+    found = tl.load(largest + row * PARTS + part, mask=part < PARTS, other=-INFINITY)
     return _largest_or_nan(found)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _largest_or_nan(numbers: tl.tensor) -> Any:
-    is_none = tl.reduce((numbers != numbers).to(tl.int32), 0, _elementwise_max)
-    most = tl.reduce(tl.where(numbers == numbers, numbers, -_INFINITY), 0, _elementwise_max)
+    is_none = tl.max((numbers != numbers).to(tl.int32), 0)
+    most = tl.max(tl.where(numbers == numbers, numbers, -INFINITY), 0)
     return tl.where(is_none != 0, float("nan"), most)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _below(
-    logits: tl.tensor, id: tl.tensor, is_id: tl.tensor, most: tl.tensor, divisor: tl.tensor
-) -> Any:
-    """Logits less the largest, by the temperature; minus infinity for ids that are none."""
-    found = tl.load(logits + id, mask=is_id, other=-_INFINITY).to(tl.float32) - most
-    return tl.div_rn(found, tl.full(found.shape, 1.0, tl.float32) * divisor)
+def _tile(given: Given, sizes: DrawSizes, row: Row, start: tl.tensor) -> Any:
+    """Ids of a turn of a part, which of them are tokens, and how far these are below the largest.
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _units(below: tl.tensor) -> Any:
-    """Masses as integers, rounded to nearest, ties to even."""
-    whole = tl.exp(below) * _UNITS
-    return tl.where(whole < 8388608.0, (whole + 8388608.0) - 8388608.0, whole).to(tl.int64)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _bin(below: tl.tensor, BINS: tl.constexpr, BINS_PER_LOGIT: tl.constexpr) -> Any:
-    return tl.minimum(-below * BINS_PER_LOGIT, BINS - 1.0).to(tl.int32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _score(
-    below: tl.tensor, mixed: tl.tensor, id: tl.tensor, is_id: tl.tensor, key: tl.tensor
-) -> Any:
-    """`below` and the noise of `TokenNoise.gumbel`."""
-    bits = (tl.load(mixed + id, mask=is_id, other=0) ^ key) * _FIRST
-    bits = (bits ^ (bits >> 32)) * _SECOND
-    uniform = ((bits >> _LOW_BITS).to(tl.float32) + _HALF) * _SCALE
-    uniform = tl.minimum(tl.maximum(uniform, _LEAST), _MOST)
-    # log(1 - u) with all digits of a small u: the error of 1 - u is divided out.
-    rest = 1.0 - uniform
-    safe = tl.where(rest == 1.0, 0.5, rest)
-    logarithm = tl.where(rest == 1.0, -uniform, tl.log(safe) * tl.div_rn(-uniform, safe - 1.0))
-    return below - tl.log(-logarithm)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _better(best: tl.tensor, best_id: tl.tensor, score: tl.tensor, id: tl.tensor) -> Any:
-    """The largest score of those before and of a tile, of equal ones the lowest id."""
-    most = tl.reduce(score, 0, _elementwise_max)
-    first = tl.reduce(tl.where(score == most, id, _NO_ID), 0, _elementwise_min)
-    is_better = (most > best) | ((most == best) & (first < best_id))
-    return tl.where(is_better, most, best), tl.where(is_better, first, best_id)
+    Logits less the largest, by the temperature; minus infinity for ids that are none.
+    """
+    id = tl.program_id(1) * sizes.PART + start + tl.arange(0, sizes.TILE)
+    is_id = id < sizes.VOCABULARY
+    place = given.logits + row.number * given.row_stride + id
+    found = tl.load(place, mask=is_id, other=-INFINITY).to(tl.float32) - row.most
+    return id, is_id, tl.div_rn(found, tl.full(found.shape, 1.0, tl.float32) * row.divisor)
 
 
 # -- the launches ----------------------------------------------------------------------------
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def largest_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    told: tl.tensor,
-    largest: tl.tensor,
-    masses: tl.tensor,
-    counts: tl.tensor,
-    num_rows: tl.tensor,
-    state: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-) -> None:
+def largest_kernel(given: Given, sizes: DrawSizes, state: tl.tensor) -> None:
     """The largest logit of a part; and zeros for what the others add to."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    most = tl.full([TILE], -float("inf"), tl.float32)
-    is_none = tl.full([TILE], 0, tl.int1)
-    for start in range(0, PART, TILE):
-        id = part * PART + start + tl.arange(0, TILE)
-        found = tl.load(logits + row * row_stride + id, mask=id < VOCABULARY, other=-_INFINITY)
-        found = found.to(tl.float32)
+    most = tl.full([sizes.TILE], -float("inf"), tl.float32)
+    is_none = tl.full([sizes.TILE], 0, tl.int1)
+    for start in range(0, sizes.PART, sizes.TILE):
+        id = part * sizes.PART + start + tl.arange(0, sizes.TILE)
+        place = given.logits + row * given.row_stride + id
+        found = tl.load(place, mask=id < sizes.VOCABULARY, other=-INFINITY).to(tl.float32)
         is_none |= found != found
         most = tl.where(found > most, found, most)
     found = _largest_or_nan(tl.where(is_none, float("nan"), most))
-    tl.store(largest + row * PARTS + part, found)
+    tl.store(given.largest + row * sizes.PARTS + part, found)
     if part == 0:
-        place = row * BINS + tl.arange(0, BINS)
-        tl.store(masses + place, tl.full([BINS], 0, tl.int64))
-        tl.store(counts + place, tl.full([BINS], 0, tl.int32))
+        place = row * sizes.BINS + tl.arange(0, sizes.BINS)
+        tl.store(given.masses + place, tl.full([sizes.BINS], 0, tl.int64))
+        tl.store(given.counts + place, tl.full([sizes.BINS], 0, tl.int32))
         tl.store(state + row, 0)
-        tl.store(state + num_rows + row, 0)
+        tl.store(state + given.num_rows + row, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def draw_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    told: tl.tensor,
-    largest: tl.tensor,
-    masses: tl.tensor,
-    counts: tl.tensor,
-    num_rows: tl.tensor,
-    mixed: tl.tensor,
-    scores: tl.tensor,
-    ids: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-) -> None:
+def draw_kernel(given: Given, sizes: DrawSizes, state: tl.tensor) -> None:
     """The best token of a part of a row without top-k and top-p; bins of one with."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    most = _largest_of_row(largest, row, PARTS, PADDED_PARTS)
-    key, is_drawn = tl.load(told + row), tl.load(told + num_rows + row)
-    divisor = _number(told, 2, num_rows, row).to(tl.float32)
-    top_k, top_p = tl.load(told + 3 * num_rows + row), _number(told, 4, num_rows, row)
-    min_p = _number(told, 5, num_rows, row).to(tl.float32)
-    best, best_id = -float("inf"), _NO_ID
-    if tl.abs(most) < _INFINITY:
-        for start in range(0, PART, TILE):
-            id = part * PART + start + tl.arange(0, TILE)
-            is_id = id < VOCABULARY
-            below = _below(logits + row * row_stride, id, is_id, most, divisor)
-            if (top_k > 0) | (top_p < 1.0):
-                bin = _bin(below, BINS, BINS_PER_LOGIT)
-                is_counted = bin < BINS - 1
-                units = _units(below)
-                tl.atomic_add(masses + row * BINS + bin, units, mask=is_counted, sem="relaxed")
-                one = tl.full([TILE], 1, tl.int32)
-                tl.atomic_add(counts + row * BINS + bin, one, mask=is_counted, sem="relaxed")
+    row = _row(given, sizes)
+    masses = given.masses + row.number * sizes.BINS
+    counts = given.counts + row.number * sizes.BINS
+    best, best_id = -float("inf"), NO_ID
+    if tl.abs(row.most) < INFINITY:
+        for start in range(0, sizes.PART, sizes.TILE):
+            id, is_id, below = _tile(given, sizes, row, start)
+            if (row.top_k > 0) | (row.top_p < 1.0):
+                bin = bin_of(below, sizes)
+                is_counted = bin < sizes.BINS - 1
+                mass, one = units_of(below), tl.full([sizes.TILE], 1, tl.int32)
+                tl.atomic_add(masses + bin, mass, mask=is_counted, sem="relaxed")
+                tl.atomic_add(counts + bin, one, mask=is_counted, sem="relaxed")
             else:
                 score = below
-                if is_drawn != 0:
-                    score = _score(below, mixed, id, is_id, key)
-                    score = tl.where(tl.exp(below) >= min_p, score, -_INFINITY)
-                best, best_id = _better(best, best_id, tl.where(is_id, score, -_INFINITY), id)
-    tl.store(scores + row * PARTS + part, best)
-    tl.store(ids + row * PARTS + part, best_id)
+                if row.is_drawn != 0:
+                    score = score_of(below, given.mixed, id, is_id, row.key)
+                    score = tl.where(tl.exp(below) >= row.min_p, score, -INFINITY)
+                best, best_id = better(best, best_id, tl.where(is_id, score, -INFINITY), id)
+    place = row.number * sizes.PARTS + tl.program_id(1)
+    tl.store(given.scores + place, best)
+    tl.store(given.ids + place, best_id)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def choose_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    told: tl.tensor,
-    largest: tl.tensor,
-    masses: tl.tensor,
-    counts: tl.tensor,
-    num_rows: tl.tensor,
-    mixed: tl.tensor,
-    scores: tl.tensor,
-    ids: tl.tensor,
-    state: tl.tensor,
-    listed: tl.tensor,
-    out: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-    LISTED: tl.constexpr,
+    given: Given, sizes: DrawSizes, state: tl.tensor, listed: tl.tensor, out: tl.tensor
 ) -> None:
     """The token of a row, by its last program where it has top-k or top-p."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    most = _largest_of_row(largest, row, PARTS, PADDED_PARTS)
-    key = tl.load(told + row)
-    divisor = _number(told, 2, num_rows, row).to(tl.float32)
-    top_k, top_p = tl.load(told + 3 * num_rows + row), _number(told, 4, num_rows, row)
-    min_p = _number(told, 5, num_rows, row).to(tl.float32)
-    has_cut = ((top_k > 0) | (top_p < 1.0)) & (tl.abs(most) < _INFINITY)
+    row, part = _row(given, sizes), tl.program_id(1)
+    is_finite = tl.abs(row.most) < INFINITY
+    has_cut = ((row.top_k > 0) | (row.top_p < 1.0)) & is_finite
     if (not has_cut) & (part > 0):
         return
-    best, best_id = -float("inf"), _NO_ID
+    best, best_id = -float("inf"), NO_ID
     if has_cut:
-        # Of both cuts, the bin in which it lies; behind all bins where there is none.
-        place = row * BINS + tl.arange(0, BINS)
-        bin_mass, bin_count = tl.load(masses + place), tl.load(counts + place)
-        mass_to = tl.associative_scan(bin_mass, 0, _sum_combine)
-        count_to = tl.associative_scan(bin_count, 0, _sum_combine)
-        number = tl.arange(0, BINS)
-        k_bin, k_count, k_mass = BINS, top_k * 0, top_k * 0
-        least_mass = tl.reduce(bin_mass, 0, _sum_combine)
-        most_mass = least_mass
-        if top_k > 0:
-            k_bin = _first_bin(count_to >= top_k, BINS)
-            k_count = _up_to(bin_count.to(tl.int64), number, k_bin)
-            k_mass = _up_to(bin_mass, number, k_bin)
-            least_mass, most_mass = k_mass, _up_to(bin_mass, number, k_bin + 1)
-        p_bin, last_p_bin = BINS, BINS
-        if top_p < 1.0:
-            p_bin = _first_bin(mass_to.to(tl.float64) >= top_p * least_mass, BINS)
-            last_p_bin = _first_bin(mass_to.to(tl.float64) >= top_p * most_mass, BINS)
-        first_bin = tl.minimum(k_bin, p_bin)
-        first_mass = _up_to(bin_mass, number, first_bin)
-        listed_keys = listed + row * VOCABULARY
-        listed_ids = listed_keys + num_rows.to(tl.int64) * VOCABULARY
-        for start in range(0, PART, TILE):
-            id = part * PART + start + tl.arange(0, TILE)
-            is_id = id < VOCABULARY
-            below = _below(logits + row * row_stride, id, is_id, most, divisor)
-            bin = _bin(below, BINS, BINS_PER_LOGIT)
-            is_kept = is_id & (bin < first_bin)
-            if tl.reduce(is_kept.to(tl.int32), 0, _elementwise_max) != 0:
-                score = _score(below, mixed, id, is_kept, key)
-                is_kept &= tl.exp(below) >= min_p
-                best, best_id = _better(best, best_id, tl.where(is_kept, score, -_INFINITY), id)
-            is_listed = (bin >= first_bin) & (bin <= last_p_bin) & (bin <= k_bin)
-            is_listed = (is_listed | (bin == k_bin)) & is_id & (below > -_INFINITY)
-            own = is_listed.to(tl.int32)
-            own_count = tl.reduce(own, 0, _sum_combine)
-            if own_count > 0:
-                before = tl.atomic_add(state + num_rows + row, own_count, sem="relaxed")
-                to = before + tl.associative_scan(own, 0, _sum_combine) - own
-                tl.store(listed_keys + to, _key(below), mask=is_listed)
-                tl.store(listed_ids + to, id, mask=is_listed)
-        tl.store(scores + row * PARTS + part, best)
-        tl.store(ids + row * PARTS + part, best_id)
+        bins = bins_of(given, sizes, row)
+        keys = listed + row.number * sizes.VOCABULARY
+        ids, count = keys + given.num_rows.to(tl.int64) * sizes.VOCABULARY, state + given.num_rows
+        count += row.number
+        best, best_id = _above(given, sizes, row, bins, keys, ids, count, best, best_id)
+        place = row.number * sizes.PARTS + part
+        tl.store(given.scores + place, best)
+        tl.store(given.ids + place, best_id)
         # What all threads have stored comes before the arrival, and it before what is read below.
         tl.debug_barrier()
-        arrived = tl.atomic_add(state + row, 1, sem="acq_rel", scope="gpu")
-        if arrived < PARTS - 1:
+        arrived = tl.atomic_add(state + row.number, 1, sem="acq_rel", scope="gpu")
+        if arrived < sizes.PARTS - 1:
             return
-        num_listed = tl.load(state + num_rows + row, cache_modifier=".cg")
-        # The least key of top-k that is kept, and the last id of those with this key.
-        k_key, k_id = _LEAST_KEY, _NO_ID
-        all_mass = least_mass
-        if top_k > 0:
-            k_key, above, k_mass_of = _cut(
-                listed_keys, num_listed, k_bin, k_bin, k_count, top_k.to(tl.float64), False,
-                _LEAST_KEY, _NO_ID, listed_ids, BINS, BINS_PER_LOGIT, LISTED,
-            )  # fmt: skip
-            k_id = _last_id(
-                listed_keys, listed_ids, num_listed, k_key, top_k - above, VOCABULARY, LISTED
-            )
-            ties = top_k - above
-            all_mass = k_mass + k_mass_of + ties * _units_of(k_key)
-        p_key, p_id = _LEAST_KEY, _NO_ID
-        if top_p < 1.0:
-            needed = top_p * all_mass
-            last_bin = tl.minimum(last_p_bin, k_bin)
-            p_key, above, _ = _cut(
-                listed_keys, num_listed, first_bin, last_bin, first_mass, needed, True,
-                k_key, k_id, listed_ids, BINS, BINS_PER_LOGIT, LISTED,
-            )  # fmt: skip
-            # The ones before it have less mass than is needed, and so it is kept.
-            units = _units_of(p_key).to(tl.float64)
-            fits = (needed - above.to(tl.float64)) / tl.maximum(units, 1.0)
-            ties = tl.where(units > 0, tl.ceil(fits), 2147483647.0).to(tl.int64)
-            p_id = _last_id(listed_keys, listed_ids, num_listed, p_key, ties, VOCABULARY, LISTED)
-        for start in range(0, num_listed, LISTED):
-            at = start + tl.arange(0, LISTED)
-            is_one = at < num_listed
-            own_key = tl.load(listed_keys + at, mask=is_one, other=0, cache_modifier=".cg")
-            id = tl.load(listed_ids + at, mask=is_one, other=0, cache_modifier=".cg")
-            below = _of_key(own_key)
-            is_kept = is_one & ((own_key > k_key) | ((own_key == k_key) & (id <= k_id)))
-            is_kept &= (own_key > p_key) | ((own_key == p_key) & (id <= p_id))
-            is_kept &= tl.exp(below) >= min_p
-            score = _score(below, mixed, id, is_kept, key)
-            best, best_id = _better(best, best_id, tl.where(is_kept, score, -_INFINITY), id)
-    other = tl.arange(0, PADDED_PARTS)
-    is_part = other < PARTS
-    place = row * PARTS + other
-    score = tl.load(scores + place, mask=is_part, other=-_INFINITY, cache_modifier=".cg")
-    id = tl.load(ids + place, mask=is_part, other=_NO_ID, cache_modifier=".cg")
-    best, best_id = _better(best, best_id, score, id)
-    tl.store(out + row, tl.where(tl.abs(most) < _INFINITY, best_id.to(tl.int64), -1))
+        left = Listed(keys, ids, tl.load(count, cache_modifier=".cg"))
+        best, best_id = between(given, sizes, row, bins, left, best, best_id)
+    other = tl.arange(0, sizes.PADDED_PARTS)
+    is_part, place = other < sizes.PARTS, row.number * sizes.PARTS + other
+    score = tl.load(given.scores + place, mask=is_part, other=-INFINITY, cache_modifier=".cg")
+    id = tl.load(given.ids + place, mask=is_part, other=NO_ID, cache_modifier=".cg")
+    best, best_id = better(best, best_id, score, id)
+    tl.store(out + row.number, tl.where(is_finite, best_id.to(tl.int64), -1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _first_bin(is_reached: tl.tensor, BINS: tl.constexpr) -> Any:
-    """The first bin that reaches what is wanted; the last one where none does."""
-    return tl.minimum(tl.reduce((~is_reached).to(tl.int32), 0, _sum_combine), BINS - 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _up_to(of_bins: tl.tensor, number: tl.tensor, end: tl.tensor) -> Any:
-    return tl.reduce(tl.where(number < end, of_bins, 0), 0, _sum_combine)
-
-
-# A key is an integer in the order of the logits, none of which is above 0.
-@triton.jit  # type: ignore[untyped-decorator]
-def _key(below: tl.tensor) -> Any:
-    return -(below.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _of_key(key: tl.tensor) -> Any:
-    return -((-key).to(tl.float32, bitcast=True))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _units_of(key: tl.tensor) -> Any:
-    return tl.reduce(_units(_of_key(tl.full([1], 0, tl.int32) + key)), 0, _sum_combine)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _cut(
-    keys: tl.tensor,
-    num_listed: tl.tensor,
-    first_bin: tl.tensor,
-    last_bin: tl.tensor,
-    before: tl.tensor,
-    needed: tl.tensor,
-    BY_MASS: tl.constexpr,
-    k_key: tl.tensor,
-    k_id: tl.tensor,
-    ids: tl.tensor,
-    BINS: tl.constexpr,
-    BINS_PER_LOGIT: tl.constexpr,
-    LISTED: tl.constexpr,
-) -> Any:
-    """The least key such that the tokens above it, and those before the bins, are not enough.
-
-    Returns:
-        The key, how many tokens are above it or what mass they have, and the mass of those that
-        are listed.
-    """
-    low, high = _LEAST_KEY - 1, num_listed * 0
-    above, mass_above = before, before * 0
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        total, mass = before, before * 0
-        for start in range(0, num_listed, LISTED):
-            at = start + tl.arange(0, LISTED)
-            is_one = at < num_listed
-            key = tl.load(keys + at, mask=is_one, other=_LEAST_KEY, cache_modifier=".cg")
-            id = tl.load(ids + at, mask=is_one, other=0, cache_modifier=".cg")
-            below = _of_key(key)
-            bin = _bin(below, BINS, BINS_PER_LOGIT)
-            is_one &= (key > middle) & (bin >= first_bin) & (bin <= last_bin)
-            is_one &= (key > k_key) | ((key == k_key) & (id <= k_id))
-            units = tl.reduce(tl.where(is_one, _units(below), 0), 0, _sum_combine)
-            mass += units
-            total += units if BY_MASS else tl.reduce(is_one.to(tl.int64), 0, _sum_combine)
-        if total.to(tl.float64) < needed:
-            high, above, mass_above = middle, total, mass
-        else:
-            low = middle
-    return high, above, mass_above
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _last_id(
+def _above(
+    given: Given,
+    sizes: DrawSizes,
+    row: Row,
+    bins: Bins,
     keys: tl.tensor,
     ids: tl.tensor,
-    num_listed: tl.tensor,
-    key: tl.tensor,
-    number: tl.tensor,
-    VOCABULARY: tl.constexpr,
-    LISTED: tl.constexpr,
+    count: tl.tensor,
+    best: tl.tensor,
+    best_id: tl.tensor,
 ) -> Any:
-    """The least id such that so many tokens with this key have it or a lower one."""
-    low, high = num_listed * 0 - 1, num_listed * 0 + VOCABULARY
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        found = number * 0
-        for start in range(0, num_listed, LISTED):
-            at = start + tl.arange(0, LISTED)
-            is_one = at < num_listed
-            own = tl.load(keys + at, mask=is_one, other=0, cache_modifier=".cg")
-            id = tl.load(ids + at, mask=is_one, other=_NO_ID, cache_modifier=".cg")
-            is_one &= (own == key) & (id <= middle)
-            found += tl.reduce(is_one.to(tl.int64), 0, _sum_combine)
-        if found >= number:
-            high = middle
-        else:
-            low = middle
-    return high
+    """The best token of a part among those above the cuts; those between them are listed."""
+    for start in range(0, sizes.PART, sizes.TILE):
+        id, is_id, below = _tile(given, sizes, row, start)
+        bin = bin_of(below, sizes)
+        is_kept = is_id & (bin < bins.first)
+        if tl.max(is_kept.to(tl.int32), 0) != 0:
+            score = score_of(below, given.mixed, id, is_kept, row.key)
+            is_kept &= tl.exp(below) >= row.min_p
+            best, best_id = better(best, best_id, tl.where(is_kept, score, -INFINITY), id)
+        is_listed = (bin >= bins.first) & (bin <= bins.last_p) & (bin <= bins.k_bin)
+        is_listed = (is_listed | (bin == bins.k_bin)) & is_id & (below > -INFINITY)
+        own = is_listed.to(tl.int32)
+        own_count = tl.sum(own, 0)
+        if own_count > 0:
+            before = tl.atomic_add(count, own_count, sem="relaxed")
+            to = before + tl.cumsum(own, 0) - own
+            tl.store(keys + to, key_of(below), mask=is_listed)
+            tl.store(ids + to, id, mask=is_listed)
+    return best, best_id

@@ -20,7 +20,7 @@ from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.sampling.filters import logit_edits
 from pcomm.inference.sampling.params import SamplingRow
 
-__all__ = ["edit", "edit_launch"]
+__all__ = ["edit"]
 
 # Edits of a turn.
 _TILE = 256
@@ -32,9 +32,21 @@ def edit(edited_RV: Tensor, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> N
     Args:
         edited_RV: Copy of the logits, fp32 and contiguous, which is changed.
         logits_RV: The logits.
-        rows: Rows, in the order of the logits.
+        rows: The settings of each row, in the order of the logits.
     """
-    edit_launch(edited_RV, logits_RV, _told(rows, logits_RV.shape[1]).to(logits_RV.device)).run()
+    told = _told(rows, logits_RV.shape[1]).to(logits_RV.device)
+    num_rows, vocabulary = edited_RV.shape
+    arguments = {
+        "edited": edited_RV,
+        "logits": logits_RV,
+        "row_stride": logits_RV.stride(0),
+        "told": told,
+        "num_rows": num_rows,
+        "num_edits": (len(told) - 4 * (num_rows + 1)) // 2,
+        "VOCABULARY": vocabulary,
+        "TILE": _TILE,
+    }
+    KernelLaunch(edit_kernel, (num_rows,), arguments, logits_RV.device).run()
 
 
 def _told(rows: Sequence[SamplingRow], vocabulary: int) -> Tensor:
@@ -48,22 +60,6 @@ def _told(rows: Sequence[SamplingRow], vocabulary: int) -> Tensor:
     values = torch.cat([edits.values_E for edits in kinds]).double()
     places = [edits.places_E for edits in kinds]
     return torch.cat([*begins, *places, values.view(torch.int64)])
-
-
-def edit_launch(edited_RV: Tensor, logits_RV: Tensor, told: Tensor) -> KernelLaunch:
-    """The launch of `edit`."""
-    num_rows, vocabulary = edited_RV.shape
-    arguments = {
-        "edited": edited_RV,
-        "logits": logits_RV,
-        "row_stride": logits_RV.stride(0),
-        "told": told,
-        "num_rows": num_rows,
-        "num_edits": (len(told) - 4 * (num_rows + 1)) // 2,
-        "VOCABULARY": vocabulary,
-        "TILE": _TILE,
-    }
-    return KernelLaunch(edit_kernel, (num_rows,), arguments, logits_RV.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -119,8 +119,8 @@ class Owners:
     """Who owns the state of which units, of all parameters of a stage; equal on all of its ranks.
 
     Args:
-        sizes: What is dealt out, by the name of the parameter.
-        ranges: Owned ranges of each parameter, ascending, which cover its units.
+        sizes: The units of each parameter, by its name.
+        ranges: The owned ranges of each parameter, ascending, which cover its units.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class Owners:
         """Choose owners among the ranks that hold each unit. Local; no communication.
 
         Args:
-            plan: Plan by which ranks hold units.
+            plan: The plan by which ranks hold units.
             rank: Any rank of the stage.
-            sizes: What is dealt out.
-            hosts: Host of each rank, and the number of copies.
-            before: Owners before, who keep what they can; None where there are none.
-            alive: Ranks that still have what they owned.
+            sizes: The units of each parameter, by its name.
+            hosts: The host of each rank, and the number of copies.
+            before: The owners so far, which keep what they can; None at the first dealing.
+            alive: The ranks that still have what they owned.
         """
         loads: dict[int, int] = {}
         stay = frozenset(alive)

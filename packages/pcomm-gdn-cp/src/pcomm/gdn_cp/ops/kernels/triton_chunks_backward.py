@@ -17,25 +17,35 @@ up some value heads of its key head, one after the other, and torch what several
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from pcomm.core.kernel_launch import KernelLaunch
-from pcomm.gdn_cp.ops.kernels.triton_chunks import (
-    Local,
+from pcomm.gdn_cp.ops.kernels.triton_chunks import Local, Scanned
+from pcomm.gdn_cp.ops.kernels.triton_pieces import (
+    ChunkSizes,
     Recurrence,
-    Scanned,
+    Rows,
+    Tokens,
     decays_of,
     load_state,
+    numbers_of,
     of_tokens,
+    of_values,
     padded,
     pairwise,
+    products_of,
     put,
+    read_state,
+    sequence_of,
+    state_tile,
     store_state,
     tokens_of,
+    written_by,
 )
 
 __all__ = [
@@ -63,19 +73,15 @@ def back_through_reads_launch(
     num_heads, value_dim = given.v_THV.shape[1:]
     grad_values = given.new(*given.v_THV.shape)
     columns = padded(value_dim, _READ_COLUMNS)
-    arguments = given.arguments | given.queries | {
-        "decay": local.decay_TH,
-        "grad": grad_THV,
-        "grad_values": grad_values,
-        **given.sizes,
-        "BV": columns,
-    }  # fmt: skip
-    for name in ("v", "v_row", "beta", "CORRECTED"):
-        del arguments[name]
-    grid = (len(given.tables.chunks_M4), num_heads, -(-value_dim // columns))
-    options = {"num_warps": 4, "num_stages": 1}
-    kernel = back_through_reads_kernel
-    return KernelLaunch(kernel, grid, arguments, grad_THV.device, options), grad_values
+    tokens = {"decay": local.decay_TH, "grad": grad_THV}
+    launch = given.launch(
+        back_through_reads_kernel,
+        (len(given.tables.chunks_M4), num_heads, -(-value_dim // columns)),
+        tokens | {name: given.rows[name] for name in "kq"},
+        grad_values=grad_values,
+        BV=columns,
+    )
+    return launch, grad_values
 
 
 class Back(NamedTuple):
@@ -105,26 +111,19 @@ def back_through_scan_launch(
     initial = given.new(*given.state_shape)
     right = given.new(*given.v_THV.shape) if grad_values_THV is None else grad_values_THV
     columns = padded(value_dim, _SCAN_COLUMNS)
-    arguments = given.arguments | given.queries | {
-        "decay": local.decay_TH,
-        "inverse": local.decay_TH if local.inverse_MHCC is None else local.inverse_MHCC,
-        "grad": right if grad_THV is None else grad_THV,
-        "grad_final": initial if grad_final_NHKV is None else grad_final_NHKV,
-        "right": right,
-        "left": left,
-        "initial": initial,
-        "sequences": given.tables.sequences_N4,
-        **given.sizes,
-        "BLOCKS": -(-key_dim // given.sizes["BK"]),
-        "BV": columns,
-        "READS": grad_THV is not None,
-        "HAS_FINAL": grad_final_NHKV is not None,
-    }  # fmt: skip
-    for name in ("v", "v_row"):
-        del arguments[name]
-    grid = (num_sequences, num_heads, -(-value_dim // columns))
-    options = {"num_warps": 4, "num_stages": 1}
-    launch = KernelLaunch(back_through_scan_kernel, grid, arguments, left.device, options)
+    tokens = {"beta": given.beta_TH, "decay": local.decay_TH, "grad": grad_THV}
+    launch = given.launch(
+        back_through_scan_kernel,
+        (num_sequences, num_heads, -(-value_dim // columns)),
+        tokens | {name: x for name, x in given.rows.items() if name != "v"},
+        sequences=given.tables.sequences_N4,
+        inverse=local.inverse_MHCC,
+        grad_final=grad_final_NHKV,
+        right=right,
+        left=left,
+        initial=initial,
+        BV=columns,
+    )
     return launch, Back(right, left, initial)
 
 
@@ -156,10 +155,9 @@ def collect_launches(
     First those by reads, if there are any; the second launch adds the others. One launch for all
     would have more in its registers than there are.
     """
-    num_tokens, num_groups, key_dim = given.k_TGK.shape
+    num_tokens, num_groups, _ = given.k_TGK.shape
     num_heads, value_dim = given.v_THV.shape[1:]
-    num_blocks = -(-key_dim // given.sizes["BK"])
-    reads, repeats = grad_THV is not None, num_heads // num_groups
+    num_blocks, reads, repeats = given.num_blocks, grad_THV is not None, num_heads // num_groups
     num_shares = repeats // max(n for n in range(1, _MOST_HEADS + 1) if repeats % n == 0)
     collected = Collected(
         given.new(num_shares, *given.k_TGK.shape) if reads else None,
@@ -169,57 +167,49 @@ def collect_launches(
         given.new(num_blocks, num_tokens, num_heads),
         given.new(num_tokens, num_heads) if reads and given.skip_H is not None else None,
     )
-    values = back.right_THV if scanned.values_THV is None else scanned.values_THV
-    arguments = given.arguments | given.queries | {
-        "decay": local.decay_TH,
-        "grad": back.right_THV if grad_THV is None else grad_THV,
-        "values": values,
-        "right": back.right_THV,
-        "states": scanned.states_MHKV,
-        "left": back.left_MHKV,
-        "skip": local.decay_TH if given.skip_H is None else given.skip_H,
-        "grad_q": collected.k_STGK if collected.q_STGK is None else collected.q_STGK,
-        "grad_k": collected.k_STGK,
-        "grad_v": collected.v_THV,
-        "grad_decay": collected.decay_BTH,
-        "grad_beta": collected.beta_BTH,
-        "grad_skip": local.decay_TH if collected.skip_TH is None else collected.skip_TH,
-        "num_tokens": num_tokens,
-        **given.sizes,
-        "BV": padded(value_dim, _COLUMNS),
-        "HEADS": num_heads // num_groups // num_shares,
-    }  # fmt: skip
-    by_reads = {"READS": True, "WRITES": False, "ADDS": False, "SKIPS": False}
-    others = {"READS": False, "WRITES": True, "ADDS": reads, "SKIPS": collected.skip_TH is not None}
-    grid = (len(given.tables.chunks_M4), num_groups * num_shares, num_blocks)
-    options, device = {"num_warps": 8, "num_stages": 1}, back.left_MHKV.device
-    launches = [
-        KernelLaunch(collect_kernel, grid, arguments | parts, device, options)
-        for parts in ([by_reads, others] if reads else [others])
-    ]
-    return launches, collected
+    tokens = {"beta": given.beta_TH, "decay": local.decay_TH, "written": scanned.values_THV}
+    collecting = partial(
+        given.launch,
+        collect_kernel,
+        (len(given.tables.chunks_M4), num_groups * num_shares, num_blocks),
+        given.rows | tokens | {"grad": grad_THV},
+        num_warps=8,
+        right=back.right_THV,
+        states=scanned.states_MHKV,
+        left=back.left_MHKV,
+        grad_q=collected.q_STGK,
+        grad_k=collected.k_STGK,
+        grad_v=collected.v_THV,
+        grad_decay=collected.decay_BTH,
+        grad_beta=collected.beta_BTH,
+        grad_skip=collected.skip_TH,
+        num_tokens=num_tokens,
+        BV=padded(value_dim, _COLUMNS),
+        HEADS=repeats // num_shares,
+    )
+    skip = None if collected.skip_TH is None else given.skip_H
+    others = collecting(skip=skip, READS=False, WRITES=True, ADDS=reads)
+    by_reads = collecting(skip=None, READS=True, WRITES=False, ADDS=False) if reads else None
+    return [others] if by_reads is None else [by_reads, others], collected
 
 
 def finish_launch(
     given: Recurrence, collected: Collected
 ) -> tuple[KernelLaunch, tuple[Tensor, Tensor]]:
     """`[T, H]` gradients of `g` and `beta`, fp32: chunks times heads."""
-    num_blocks, num_tokens, num_heads = collected.decay_BTH.shape
+    _, num_tokens, num_heads = collected.decay_BTH.shape
     grad_g, grad_beta = given.new(num_tokens, num_heads), given.new(num_tokens, num_heads)
-    arguments = {
-        "chunks": given.tables.chunks_M4,
-        "g": given.g_TH,
-        "decays": collected.decay_BTH,
-        "betas": collected.beta_BTH,
-        "grad_g": grad_g,
-        "grad_beta": grad_beta,
-        "num_tokens": num_tokens,
-        "C": given.sizes["C"],
-        "H": num_heads,
-        "BLOCKS": num_blocks,
-    }
-    grid = (len(given.tables.chunks_M4), num_heads)
-    launch = KernelLaunch(finish_kernel, grid, arguments, grad_g.device, {"num_warps": 4})
+    launch = given.launch(
+        finish_kernel,
+        (len(given.tables.chunks_M4), num_heads),
+        {},
+        g=given.g_TH,
+        decays=collected.decay_BTH,
+        betas=collected.beta_BTH,
+        grad_g=grad_g,
+        grad_beta=grad_beta,
+        num_tokens=num_tokens,
+    )
     return launch, (grad_g, grad_beta)
 
 
@@ -228,288 +218,276 @@ def finish_launch(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def back_through_reads_kernel(
-    k: tl.tensor,
-    k_row: tl.tensor,
-    chunks: tl.tensor,
-    q: tl.tensor,
-    q_row: tl.tensor,
-    decay: tl.tensor,
-    grad: tl.tensor,
-    grad_values: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    tokens: Tokens, sizes: ChunkSizes, grad_values: tl.tensor, BV: tl.constexpr
 ) -> None:
     """The transposed scores times the gradients of what was read."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first, inside, last = tokens_of(chunks, chunk, C)
+    at = tokens_of(tokens.chunks, chunk, sizes.C)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     # Transposed: the rows are the tokens that wrote.
-    scores = tl.zeros([C, C], tl.float32)
-    for start in range(0, K, BK):
-        rows = start + tl.arange(0, BK)
-        queries = of_tokens(q, q_row, first, inside, head // (H // G), rows, K)
-        keys = of_tokens(k, k_row, first, inside, head // (H // G), rows, K)
-        scores += tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-    c, _ = decays_of(decay, first, inside, last, head, H)
-    arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
-    scores *= tl.trans(pairwise(c, C))
-    found = tl.dot(scores, arriving, input_precision=PRECISION)
-    put(grad_values, first, inside, head, columns, found, H, V)
+    scores = products_of(tokens.k, tokens.q, at, head // (sizes.H // sizes.G), sizes)
+    c, _ = decays_of(tokens.decay, at, head, sizes.H)
+    arriving = of_values(tokens.grad, at, head, columns, sizes)
+    scores *= tl.trans(pairwise(c, sizes.C))
+    found = tl.dot(scores, arriving, input_precision=sizes.PRECISION)
+    put(grad_values, at, head, columns, found, sizes.H, sizes.V)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def back_through_scan_kernel(
-    k: tl.tensor,
-    k_row: tl.tensor,
-    beta: tl.tensor,
-    chunks: tl.tensor,
-    q: tl.tensor,
-    q_row: tl.tensor,
-    decay: tl.tensor,
-    inverse: tl.tensor,
-    grad: tl.tensor,
-    grad_final: tl.tensor,
+    tokens: Tokens,
+    sizes: ChunkSizes,
+    sequences: tl.tensor,
+    inverse: tl.tensor | None,
+    grad_final: tl.tensor | None,
     right: tl.tensor,
     left: tl.tensor,
     initial: tl.tensor,
-    sequences: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BV: tl.constexpr,
-    READS: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
 ) -> None:
     """The gradient of the state that leaves each chunk, and of what its tokens write."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    group = head // (H // G)
-    first_chunk = tl.load(sequences + 4 * sequence + 2)
-    num_chunks = tl.load(sequences + 4 * sequence + 3)
-    columns = tl.program_id(2) * BV + tl.arange(0, BV)
-    of_sequence = (sequence * H + head).to(tl.int64)
-    state = load_state(grad_final, of_sequence, columns, K, V, BK, BLOCKS, not HAS_FINAL)
+    C: tl.constexpr = sizes.C
+    head = tl.program_id(1)
+    group = head // (sizes.H // sizes.G)
+    first_chunk, num_chunks, of_sequence, columns = sequence_of(sequences, sizes, BV)
+    state = load_state(grad_final, of_sequence, columns, sizes)
     for number in range(num_chunks):
         chunk = first_chunk + num_chunks - 1 - number
-        of_chunk = (chunk * H + head).to(tl.int64)
-        store_state(left, of_chunk, state, columns, K, V, BK, BLOCKS)
-        first, inside, last = tokens_of(chunks, chunk, C)
-        of_head = first * H + head + tl.arange(0, C) * H
-        c, end = decays_of(decay, first, inside, last, head, H)
-        found = tl.zeros([C, BV], tl.float32)
-        for block in tl.static_range(BLOCKS):
-            rows = block * BK + tl.arange(0, BK)
-            keys = of_tokens(k, k_row, first, inside, group, rows, K)
-            found += tl.dot(keys, state[block], input_precision=PRECISION)
-        found *= tl.where(inside, tl.exp(end - c), 0.0)[:, None]
-        if READS:
-            found += of_tokens(right, H * V, first, inside, head, columns, V)
-        if CORRECTED:
+        of_chunk = (chunk * sizes.H + head).to(tl.int64)
+        store_state(left, of_chunk, state, columns, sizes)
+        at = tokens_of(tokens.chunks, chunk, C)
+        c, end = decays_of(tokens.decay, at, head, sizes.H)
+        found = read_state(tokens.k, state, at, group, sizes)
+        found *= tl.where(at.inside, tl.exp(end - c), 0.0)[:, None]
+        if tokens.grad is not None:
+            found += of_values(right, at, head, columns, sizes)
+        if inverse is not None:
             square = tl.arange(0, C)[None, :] * C + tl.arange(0, C)[:, None]
             solver = tl.load(inverse + of_chunk * C * C + square)
-            found = tl.dot(solver, found, input_precision=PRECISION)
-        put(right, first, inside, head, columns, found, H, V)
+            found = tl.dot(solver, found, input_precision=sizes.PRECISION)
+        put(right, at, head, columns, found, sizes.H, sizes.V)
         later = ()
-        for block in tl.static_range(BLOCKS):
-            rows = block * BK + tl.arange(0, BK)
+        for block in tl.static_range(sizes.BLOCKS):
+            rows = tl.arange(0, sizes.BK) + block * sizes.BK
             entering = tl.exp(end) * state[block]
-            if READS:
-                queries = of_tokens(q, q_row, first, inside, group, rows, K)
-                arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
+            if tokens.grad is not None:
+                queries = of_tokens(tokens.q, at, group, rows, sizes.K)
+                arriving = of_values(tokens.grad, at, head, columns, sizes)
                 arriving *= tl.exp(c)[:, None]
-                entering += tl.dot(tl.trans(queries), arriving, input_precision=PRECISION)
-            if CORRECTED:
-                keys = of_tokens(k, k_row, first, inside, group, rows, K)
-                b = tl.load(beta + of_head, mask=inside, other=0.0)
+                entering += tl.dot(tl.trans(queries), arriving, input_precision=sizes.PRECISION)
+            if inverse is not None:
+                keys = of_tokens(tokens.k, at, group, rows, sizes.K)
+                b = tl.load(tokens.beta + numbers_of(at, head, sizes.H), mask=at.inside, other=0.0)
                 known = (tl.exp(c) * b)[:, None] * found
-                entering -= tl.dot(tl.trans(keys), known, input_precision=PRECISION)
+                entering -= tl.dot(tl.trans(keys), known, input_precision=sizes.PRECISION)
             later = later + (entering,)  # type: ignore[assignment]  # noqa: RUF005
         state = later
-    store_state(initial, of_sequence, state, columns, K, V, BK, BLOCKS)
+    store_state(initial, of_sequence, state, columns, sizes)
+
+
+class Head(NamedTuple):
+    """A value head of a chunk, and the rows of its state that a program collects for.
+
+    Args:
+        at: Tokens of the chunk.
+        group: Number of the key head.
+        head: Number of the value head.
+        rows: Rows of the state.
+        b: Beta of each token.
+        c: Logarithm of the decay from the start of the chunk to each token.
+        end: The same to the end of the chunk.
+    """
+
+    at: Any
+    group: Any
+    head: Any
+    rows: Any
+    b: Any
+    c: Any
+    end: Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def collect_kernel(
-    k: tl.tensor,
-    k_row: tl.tensor,
-    v: tl.tensor,
-    v_row: tl.tensor,
-    beta: tl.tensor,
-    chunks: tl.tensor,
-    q: tl.tensor,
-    q_row: tl.tensor,
-    decay: tl.tensor,
-    grad: tl.tensor,
-    values: tl.tensor,
+    tokens: Tokens,
+    sizes: ChunkSizes,
     right: tl.tensor,
     states: tl.tensor,
     left: tl.tensor,
-    skip: tl.tensor,
-    grad_q: tl.tensor,
+    skip: tl.tensor | None,
+    grad_q: tl.tensor | None,
     grad_k: tl.tensor,
     grad_v: tl.tensor,
     grad_decay: tl.tensor,
     grad_beta: tl.tensor,
-    grad_skip: tl.tensor,
+    grad_skip: tl.tensor | None,
     num_tokens: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BK: tl.constexpr,
     BV: tl.constexpr,
     HEADS: tl.constexpr,
     READS: tl.constexpr,
     WRITES: tl.constexpr,
     ADDS: tl.constexpr,
-    SKIPS: tl.constexpr,
 ) -> None:
     """The gradients of a chunk, for a block of rows of the states of some heads of a key head."""
-    SHARES: tl.constexpr = H // G // HEADS
+    C: tl.constexpr = sizes.C
+    SHARES: tl.constexpr = sizes.H // sizes.G // HEADS
     chunk, block = tl.program_id(0), tl.program_id(2)
     group, share = tl.program_id(1) // SHARES, tl.program_id(1) % SHARES
-    first, inside, last = tokens_of(chunks, chunk, C)
-    is_last = (tl.arange(0, C) == last)[:, None]
-    rows = block * BK + tl.arange(0, BK)
-    grad_q += share.to(tl.int64) * num_tokens * (G * K)
-    grad_k += share.to(tl.int64) * num_tokens * (G * K)
-    total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    at = tokens_of(tokens.chunks, chunk, C)
+    rows = tl.arange(0, sizes.BK) + block * sizes.BK
+    of_share = share.to(tl.int64) * num_tokens * (sizes.G * sizes.K)
+    grad_k += of_share
+    total_q = tl.zeros([C, sizes.BK], tl.float32)
+    total_k = tl.zeros([C, sizes.BK], tl.float32)
     if ADDS:
-        total_k = of_tokens(grad_k, G * K, first, inside, group, rows, K)
+        total_k = of_tokens(Rows(grad_k, sizes.G * sizes.K), at, group, rows, sizes.K)
+    of_block = block.to(tl.int64) * num_tokens * sizes.H
     for number in tl.static_range(HEADS):
-        head = group * (H // G) + share * HEADS + number
-        of_head = first * H + head + tl.arange(0, C) * H
-        of_state = (chunk * H + head).to(tl.int64) * K * V
-        c, end = decays_of(decay, first, inside, last, head, H)
-        b = tl.load(beta + of_head, mask=inside, other=0.0)
-        to_decay, to_beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-        # What queries get, and keys for it.
+        head = group * (sizes.H // sizes.G) + share * HEADS + number
+        of_head = numbers_of(at, head, sizes.H)
+        of_state = (chunk * sizes.H + head).to(tl.int64) * sizes.K * sizes.V
+        c, end = decays_of(tokens.decay, at, head, sizes.H)
+        b = tl.load(tokens.beta + of_head, mask=at.inside, other=0.0)
+        of = Head(at, group, head, rows, b, c, end)
+        to_decay = tl.zeros([C], tl.float32)
         if READS:
-            read_by, read_from = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-            for start in range(0, V, BV):
-                columns = start + tl.arange(0, BV)
-                arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
-                if CORRECTED:
-                    written = of_tokens(values, H * V, first, inside, head, columns, V)
-                else:
-                    written = b[:, None] * of_tokens(v, v_row, first, inside, head, columns, V)
-                place = rows[:, None] * V + columns[None, :]
-                in_state = (rows < K)[:, None] & (columns < V)[None, :]
-                state = tl.load(states + of_state + place, mask=in_state, other=0.0)
-                read_by += tl.dot(arriving, tl.trans(written), input_precision=PRECISION)
-                read_from += tl.dot(arriving, tl.trans(state), input_precision=PRECISION)
-            read_by *= pairwise(c, C)
-            keys = of_tokens(k, k_row, first, inside, group, rows, K)
-            queries = of_tokens(q, q_row, first, inside, group, rows, K)
-            to_q = tl.exp(c)[:, None] * read_from
-            to_q += tl.dot(read_by, keys, input_precision=PRECISION)
-            to_decay += tl.sum(queries * to_q, 1)
+            to_q, to_k, to_decay = _by_reads(tokens, sizes, of, states + of_state, BV)
             total_q += to_q
-            total_k += tl.dot(tl.trans(read_by), queries, input_precision=PRECISION)
-        of_block = block.to(tl.int64) * num_tokens * H
-        if WRITES:
-            # What values and betas get, and keys by what was written and by what was known.
-            if ADDS:
-                to_decay = tl.load(grad_decay + of_block + of_head, mask=inside, other=0.0)
-            in_system, known_to = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-            leaving, kept = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
-            own, solved = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-            skipped = tl.zeros([C], tl.float32)
-            for start in range(0, V, BV):
-                columns = start + tl.arange(0, BV)
-                new = of_tokens(v, v_row, first, inside, head, columns, V)
-                back = of_tokens(right, H * V, first, inside, head, columns, V)
-                if CORRECTED:
-                    written = of_tokens(values, H * V, first, inside, head, columns, V)
-                else:
-                    written = b[:, None] * new
-                place = rows[:, None] * V + columns[None, :]
-                in_state = (rows < K)[:, None] & (columns < V)[None, :]
-                state = tl.load(states + of_state + place, mask=in_state, other=0.0)
-                after = tl.load(left + of_state + place, mask=in_state, other=0.0)
-                leaving += tl.dot(written, tl.trans(after), input_precision=PRECISION)
-                if CORRECTED:
-                    in_system += tl.dot(back, tl.trans(written), input_precision=PRECISION)
-                    known_to += tl.dot(back, tl.trans(state), input_precision=PRECISION)
-                kept += tl.sum(state * after, 1)
-                if block == 0:
-                    own += tl.sum(back * written, 1)
-                    solved += tl.sum(back * new, 1)
-                    to_new = b[:, None] * back
-                    if SKIPS:
-                        arriving = of_tokens(grad, H * V, first, inside, head, columns, V)
-                        to_new += tl.load(skip + head) * arriving
-                        skipped += tl.sum(arriving * new, 1)
-                    put(grad_v, first, inside, head, columns, to_new, H, V)
-            keys = of_tokens(k, k_row, first, inside, group, rows, K)
-            to_k = tl.where(inside, tl.exp(end - c), 0.0)[:, None] * leaving
-            # The last token gets what the state that leaves has of each token, and of before.
-            to_end = tl.sum(keys * to_k, 1)
-            to_decay += tl.sum(tl.where(is_last, to_end[None, :], 0.0), 1)
-            to_decay += tl.sum(tl.where(is_last, tl.exp(end) * kept[None, :], 0.0), 1)
-            if CORRECTED:
-                below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
-                in_system = tl.where(below, -in_system * pairwise(c, C), 0.0)
-                later = tl.dot(in_system, keys, input_precision=PRECISION)
-                later -= tl.exp(c)[:, None] * known_to
-                to_beta += tl.sum(keys * later, 1)
-                to_decay += b * to_beta
-                to_k += b[:, None] * later
-                in_system *= b[:, None]
-                to_k += tl.dot(tl.trans(in_system), keys, input_precision=PRECISION)
             total_k += to_k
-            to_decay -= own
-            to_beta += solved
-            if SKIPS:  # noqa: SIM102
+        if WRITES:
+            if ADDS:
+                to_decay = tl.load(grad_decay + of_block + of_head, mask=at.inside, other=0.0)
+            to_k, more, to_beta, skipped = _by_writes(
+                tokens, sizes, of, right, states + of_state, left + of_state, skip, grad_v, block,
+                BV,
+            )  # fmt: skip
+            total_k += to_k
+            to_decay += more
+            if skip is not None:  # noqa: SIM102
                 if block == 0:
-                    tl.store(grad_skip + of_head, skipped, mask=inside)
-            tl.store(grad_beta + of_block + of_head, to_beta, mask=inside)
-        tl.store(grad_decay + of_block + of_head, to_decay, mask=inside)
+                    tl.store(grad_skip + of_head, skipped, mask=at.inside)
+            tl.store(grad_beta + of_block + of_head, to_beta, mask=at.inside)
+        tl.store(grad_decay + of_block + of_head, to_decay, mask=at.inside)
     if READS:
-        put(grad_q, first, inside, group, rows, total_q, G, K)
-    put(grad_k, first, inside, group, rows, total_k, G, K)
+        put(grad_q + of_share, at, group, rows, total_q, sizes.G, sizes.K)
+    put(grad_k, at, group, rows, total_k, sizes.G, sizes.K)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _by_reads(
+    tokens: Tokens, sizes: ChunkSizes, of: Head, states: tl.tensor, BV: tl.constexpr
+) -> tl.tuple:
+    """What queries get of a value head, keys for it, and the decay."""
+    read_by = tl.zeros([sizes.C, sizes.C], tl.float32)
+    read_from = tl.zeros([sizes.C, sizes.BK], tl.float32)
+    for start in range(0, sizes.V, BV):
+        columns = start + tl.arange(0, BV)
+        arriving = of_values(tokens.grad, of.at, of.head, columns, sizes)
+        written = written_by(tokens, of.b, of.at, of.head, columns, sizes)
+        place, in_state = state_tile(of.rows, columns, sizes)
+        state = tl.load(states + place, mask=in_state, other=0.0)
+        read_by += tl.dot(arriving, tl.trans(written), input_precision=sizes.PRECISION)
+        read_from += tl.dot(arriving, tl.trans(state), input_precision=sizes.PRECISION)
+    read_by *= pairwise(of.c, sizes.C)
+    keys = of_tokens(tokens.k, of.at, of.group, of.rows, sizes.K)
+    queries = of_tokens(tokens.q, of.at, of.group, of.rows, sizes.K)
+    to_q = tl.exp(of.c)[:, None] * read_from
+    to_q += tl.dot(read_by, keys, input_precision=sizes.PRECISION)
+    to_k = tl.dot(tl.trans(read_by), queries, input_precision=sizes.PRECISION)
+    return to_q, to_k, tl.sum(queries * to_q, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _by_writes(
+    tokens: Tokens,
+    sizes: ChunkSizes,
+    of: Head,
+    right: tl.tensor,
+    states: tl.tensor,
+    left: tl.tensor,
+    skip: tl.tensor | None,
+    grad_v: tl.tensor,
+    block: tl.tensor,
+    BV: tl.constexpr,
+) -> tl.tuple:
+    """What keys of a value head get by what was written and by what was known.
+
+    Returns:
+        That, and what the decay, beta and the weight of the values get; values get theirs here.
+    """
+    C: tl.constexpr = sizes.C
+    in_system = tl.zeros([C, C], tl.float32)
+    known_to = tl.zeros([C, sizes.BK], tl.float32)
+    leaving, kept = tl.zeros([C, sizes.BK], tl.float32), tl.zeros([sizes.BK], tl.float32)
+    own, solved = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    skipped = tl.zeros([C], tl.float32)
+    for start in range(0, sizes.V, BV):
+        columns = start + tl.arange(0, BV)
+        new = of_tokens(tokens.v, of.at, of.head, columns, sizes.V)
+        back = of_values(right, of.at, of.head, columns, sizes)
+        written = written_by(tokens, of.b, of.at, of.head, columns, sizes)
+        place, in_state = state_tile(of.rows, columns, sizes)
+        state = tl.load(states + place, mask=in_state, other=0.0)
+        after = tl.load(left + place, mask=in_state, other=0.0)
+        leaving += tl.dot(written, tl.trans(after), input_precision=sizes.PRECISION)
+        if sizes.CORRECTED:
+            in_system += tl.dot(back, tl.trans(written), input_precision=sizes.PRECISION)
+            known_to += tl.dot(back, tl.trans(state), input_precision=sizes.PRECISION)
+        kept += tl.sum(state * after, 1)
+        if block == 0:
+            own += tl.sum(back * written, 1)
+            solved += tl.sum(back * new, 1)
+            to_new = of.b[:, None] * back
+            if skip is not None:
+                arriving = of_values(tokens.grad, of.at, of.head, columns, sizes)
+                to_new += tl.load(skip + of.head) * arriving
+                skipped += tl.sum(arriving * new, 1)
+            put(grad_v, of.at, of.head, columns, to_new, sizes.H, sizes.V)
+    keys = of_tokens(tokens.k, of.at, of.group, of.rows, sizes.K)
+    to_k = tl.where(of.at.inside, tl.exp(of.end - of.c), 0.0)[:, None] * leaving
+    # The last token gets what the state that leaves has of each token, and of before.
+    is_last = (tl.arange(0, C) == of.at.last)[:, None]
+    to_decay = tl.sum(tl.where(is_last, tl.sum(keys * to_k, 1)[None, :], 0.0), 1)
+    to_decay += tl.sum(tl.where(is_last, tl.exp(of.end) * kept[None, :], 0.0), 1)
+    if sizes.CORRECTED:
+        below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
+        in_system = tl.where(below, -in_system * pairwise(of.c, C), 0.0)
+        later = tl.dot(in_system, keys, input_precision=sizes.PRECISION)
+        later -= tl.exp(of.c)[:, None] * known_to
+        to_beta = tl.sum(keys * later, 1)
+        to_decay += of.b * to_beta
+        solved += to_beta
+        to_k += of.b[:, None] * later
+        in_system *= of.b[:, None]
+        to_k += tl.dot(tl.trans(in_system), keys, input_precision=sizes.PRECISION)
+    return to_k, to_decay - own, solved, skipped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def finish_kernel(
-    chunks: tl.tensor,
+    tokens: Tokens,
+    sizes: ChunkSizes,
     g: tl.tensor,
     decays: tl.tensor,
     betas: tl.tensor,
     grad_g: tl.tensor,
     grad_beta: tl.tensor,
     num_tokens: tl.tensor,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ) -> None:
     """Sums over blocks of rows, and over the tokens of a chunk that a decay is in front of."""
     # See `chunk_kernel`: below it a decay gets nothing.
     LEAST: tl.constexpr = -103.27892990343184
+    C: tl.constexpr = sizes.C
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first, inside, _ = tokens_of(chunks, chunk, C)
-    of_head = first * H + head + tl.arange(0, C) * H
+    at = tokens_of(tokens.chunks, chunk, C)
+    of_head = numbers_of(at, head, sizes.H)
     decay, beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    for block in tl.static_range(BLOCKS):
-        place = (block * num_tokens + first) * H + head + tl.arange(0, C) * H
-        decay += tl.load(decays + place, mask=inside, other=0.0)
-        beta += tl.load(betas + place, mask=inside, other=0.0)
+    for block in tl.static_range(sizes.BLOCKS):
+        place = (block * num_tokens + at.first) * sizes.H + head + tl.arange(0, C) * sizes.H
+        decay += tl.load(decays + place, mask=at.inside, other=0.0)
+        beta += tl.load(betas + place, mask=at.inside, other=0.0)
     later = tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]
     found = tl.sum(tl.where(later, decay[None, :], 0.0), 1)
-    logs = tl.load(g + of_head, mask=inside, other=0.0)
-    tl.store(grad_g + of_head, tl.where(logs < LEAST, 0.0, found), mask=inside)
-    tl.store(grad_beta + of_head, beta, mask=inside)
+    logs = tl.load(g + of_head, mask=at.inside, other=0.0)
+    tl.store(grad_g + of_head, tl.where(logs < LEAST, 0.0, found), mask=at.inside)
+    tl.store(grad_beta + of_head, beta, mask=at.inside)

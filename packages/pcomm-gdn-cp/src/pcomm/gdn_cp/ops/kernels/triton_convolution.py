@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pcomm.core.kernel_launch import KernelLaunch
-from pcomm.gdn_cp.ops.chunks import KERNEL_CHUNK, ChunkTables, chunk_tables
+from pcomm.gdn_cp.ops.chunks import ChunkTables, chunk_tables
 from pcomm.gdn_cp.ops.entry import apply_function, graph_break
 from pcomm.gdn_cp.ops.kernels.triton_gates import sum_launch
 from pcomm.gdn_cp.pack_offsets import PackOffsets
@@ -140,7 +140,7 @@ def convolution_launch(
         for section, dtype in zip(sections, dtypes, strict=True)
     )
     arguments, num_blocks = _arguments(x_TD, weight_DW, bias_D, halo_NPD, tables, sections)
-    arguments |= {"results": results, "EPS": _EPS}
+    arguments["results"] = results
     grid = (len(tables.chunks_M4), num_blocks)
     return KernelLaunch(convolution_kernel, grid, arguments, x_TD.device), results
 
@@ -166,11 +166,10 @@ def convolution_backward_launch(
     arguments |= {
         "grads": tuple(grads),
         "grad_x": grad_x,
-        "grad_halo": grad_x if grad_halo is None else grad_halo,
+        "grad_halo": grad_halo,
         "parts": parts,
         "num_parts": num_parts,
         "num_chunks": num_chunks,
-        "EPS": _EPS,
     }
     launch = KernelLaunch(
         convolution_backward_kernel, (num_parts, num_blocks), arguments, x_TD.device
@@ -196,22 +195,12 @@ def _arguments(
         columns = 1 << (own - 1).bit_length()
         shapes.append((offset, of_section, own, columns, blocks, length))
         offset += of_section
-    arguments = {
-        "x": x_TD,
-        "x_row": x_TD.stride(0),
-        "weight": weight_DW,
-        "bias": weight_DW if bias_D is None else bias_D,
-        "halo": x_TD if halo_NPD is None else halo_NPD,
-        "chunks": tables.chunks_M4,
-        "sequences": tables.sequences_N4,
-        "SHAPES": tuple(shapes),
-        "C": KERNEL_CHUNK,
-        "ROWS": max(_ROWS, 1 << (width - 1).bit_length()),
-        "D": num_channels,
-        "W": width,
-        "HAS_BIAS": bias_D is not None,
-        "HAS_HALO": halo_NPD is not None and width > 1,
-    }
+    given = Inputs(
+        x_TD, x_TD.stride(0), weight_DW, bias_D, halo_NPD if width > 1 else None, tables.chunks_M4,
+        tables.sequences_N4, tl.constexpr(num_channels), tl.constexpr(width),
+    )  # fmt: skip
+    rows = max(_ROWS, 1 << (width - 1).bit_length())
+    arguments = {"given": given, "SHAPES": tuple(shapes), "ROWS": rows, "EPS": _EPS}
     return arguments, sum(shape[4] for shape in shapes)
 
 
@@ -221,263 +210,218 @@ def _arguments(
 # of its tile, BLOCKS, and LENGTH of what is normalised, or 0.
 
 
+class Inputs(NamedTuple):
+    """What both kernels read. Without a bias or a halo, that is None."""
+
+    x: Any
+    row: Any
+    weight: Any
+    bias: Any
+    halo: Any
+    chunks: Any
+    sequences: Any
+    D: Any
+    W: Any
+
+
+class ChannelBlock(NamedTuple):
+    """Columns of a section, which channels they are, and which of them there are."""
+
+    columns: Any
+    channels: Any
+    is_own: Any
+
+
+class Span(NamedTuple):
+    """A sequence, its first token, and where its tokens end that are looked at."""
+
+    sequence: Any
+    start: Any
+    stop: Any
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def convolution_kernel(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    halo: tl.tensor,
-    chunks: tl.tensor,
-    sequences: tl.tensor,
-    results: tl.tuple,
-    SHAPES: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_HALO: tl.constexpr,
-    EPS: tl.constexpr,
+    given: Inputs, results: tl.tuple, SHAPES: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr
 ) -> None:
     """A block of channels of the tokens of a chunk."""
     chunk, block = tl.program_id(0), tl.program_id(1)
-    first, stop = tl.load(chunks + 4 * chunk), tl.load(chunks + 4 * chunk + 1)
-    sequence = tl.load(chunks + 4 * chunk + 3)
-    start = tl.load(sequences + 4 * sequence)
+    first, stop = tl.load(given.chunks + 4 * chunk), tl.load(given.chunks + 4 * chunk + 1)
+    sequence = tl.load(given.chunks + 4 * chunk + 3)
+    span = Span(sequence, tl.load(given.sequences + 4 * sequence), stop)
     for n in tl.static_range(len(SHAPES)):
         if (block >= 0) & (block < SHAPES[n][4]):
-            places = tl.arange(0, SHAPES[n][3])
-            columns = block * SHAPES[n][2] + places
-            is_own = (places < SHAPES[n][2]) & (columns < SHAPES[n][1])
+            own = _block(block, SHAPES, n)
             for tile in range(first, stop, ROWS):
                 tokens = tile + tl.arange(0, ROWS)
-                before = _before(
-                    x, x_row, weight, bias, halo, tokens, start, stop, sequence,
-                    SHAPES[n][0] + columns, is_own, D, W, HAS_BIAS, HAS_HALO,
-                )  # fmt: skip
-                y = (before * tl.sigmoid(before)).to(x.dtype.element_ty)
+                before = _before(given, tokens, span, own)
+                y = (before * tl.sigmoid(before)).to(given.x.dtype.element_ty)
                 if SHAPES[n][5] != 0.0:
                     wide = y.to(tl.float32)
                     y = wide * (tl.rsqrt(tl.sum(wide * wide, 1) + EPS) * SHAPES[n][5])[:, None]
-                made = tokens.to(tl.int64)[:, None] * SHAPES[n][1] + columns[None, :]
-                tl.store(results[n] + made, y, mask=(tokens < stop)[:, None] & is_own[None, :])
+                made = tokens.to(tl.int64)[:, None] * SHAPES[n][1] + own.columns[None, :]
+                tl.store(results[n] + made, y, mask=(tokens < stop)[:, None] & own.is_own[None, :])
         block -= SHAPES[n][4]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _before(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    halo: tl.tensor,
-    tokens: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    sequence: tl.tensor,
-    channels: tl.tensor,
-    is_own: tl.tensor,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_HALO: tl.constexpr,
-) -> tl.tensor:
-    """What SiLU is applied to, of tokens of a sequence from `start` that end at `stop`."""
-    if HAS_BIAS:
-        constant = tl.load(bias + channels, mask=is_own, other=0.0).to(tl.float32)
-        total = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32) + constant[None, :]
-    else:
-        total = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
-    for w in tl.static_range(W):
-        taken = _inputs(
-            x, x_row, halo, tokens - (W - 1 - w), start, stop, sequence, channels, is_own, D, W,
-            HAS_HALO,
-        )  # fmt: skip
-        tap = tl.load(weight + channels * W + w, mask=is_own, other=0.0).to(tl.float32)
-        total += taken * tap[None, :]
+def _block(block: tl.tensor, SHAPES: tl.constexpr, n: tl.constexpr) -> ChannelBlock:
+    """A block of the channels of a section."""
+    places = tl.arange(0, SHAPES[n][3])
+    columns = block * SHAPES[n][2] + places
+    is_own = (places < SHAPES[n][2]) & (columns < SHAPES[n][1])
+    return ChannelBlock(columns, SHAPES[n][0] + columns, is_own)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _before(given: Inputs, tokens: tl.tensor, span: Span, own: ChannelBlock) -> tl.tensor:
+    """What SiLU is applied to, of tokens of a sequence."""
+    total = tl.zeros([tokens.shape[0], own.columns.shape[0]], tl.float32)
+    if given.bias is not None:
+        constant = tl.load(given.bias + own.channels, mask=own.is_own, other=0.0)
+        total += constant.to(tl.float32)[None, :]
+    for w in tl.static_range(given.W):
+        taken = _inputs(given, tokens - (given.W - 1 - w), span, own)
+        total += taken * _tap(given, w, own)
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _inputs(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    halo: tl.tensor,
-    tokens: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    sequence: tl.tensor,
-    channels: tl.tensor,
-    is_own: tl.tensor,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    HAS_HALO: tl.constexpr,
-) -> tl.tensor:
+def _tap(given: Inputs, w: tl.tensor, own: ChannelBlock) -> tl.tensor:
+    """One number of each filter, as a row."""
+    tap = tl.load(given.weight + own.channels * given.W + w, mask=own.is_own, other=0.0)
+    return tap.to(tl.float32)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_halo(given: Inputs, tokens: tl.tensor, span: Span, own: ChannelBlock) -> tl.tuple:
+    """Where the halo of a sequence has these tokens, and which rows of it they would be."""
+    rows = tokens - span.start + (given.W - 1)
+    place = (span.sequence.to(tl.int64) * (given.W - 1) + rows)[:, None] * given.D
+    return place + own.channels[None, :], rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inputs(given: Inputs, tokens: tl.tensor, span: Span, own: ChannelBlock) -> tl.tensor:
     """The inputs of tokens of a sequence, or of its halo before it."""
-    there = (tokens >= start) & (tokens < stop)
-    place = tokens.to(tl.int64)[:, None] * x_row + channels[None, :]
-    taken = tl.load(x + place, mask=there[:, None] & is_own[None, :], other=0.0).to(tl.float32)
-    if HAS_HALO:
-        rows = tokens - start + (W - 1)
-        older = (rows >= 0) & (rows < W - 1)
-        place = (sequence.to(tl.int64) * (W - 1) + rows)[:, None] * D + channels[None, :]
-        more = tl.load(halo + place, mask=older[:, None] & is_own[None, :], other=0.0)
-        taken += more.to(tl.float32)
+    there = (tokens >= span.start) & (tokens < span.stop)
+    place = tokens.to(tl.int64)[:, None] * given.row + own.channels[None, :]
+    inside = there[:, None] & own.is_own[None, :]
+    taken = tl.load(given.x + place, mask=inside, other=0.0).to(tl.float32)
+    if given.halo is not None:
+        place, rows = _of_halo(given, tokens, span, own)
+        older = ((rows >= 0) & (rows < given.W - 1))[:, None] & own.is_own[None, :]
+        taken += tl.load(given.halo + place, mask=older, other=0.0).to(tl.float32)
     return taken
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def convolution_backward_kernel(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    halo: tl.tensor,
-    chunks: tl.tensor,
-    sequences: tl.tensor,
+    given: Inputs,
     grads: tl.tuple,
     grad_x: tl.tensor,
-    grad_halo: tl.tensor,
+    grad_halo: tl.tensor | None,
     parts: tl.tensor,
     num_parts: tl.tensor,
     num_chunks: tl.tensor,
     SHAPES: tl.constexpr,
-    C: tl.constexpr,
     ROWS: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_HALO: tl.constexpr,
     EPS: tl.constexpr,
 ) -> None:
     """The gradients of a block of channels, of every `num_parts`-th chunk."""
-    part, block = tl.program_id(0), tl.program_id(1)
+    block = tl.program_id(1)
     for n in tl.static_range(len(SHAPES)):
         if (block >= 0) & (block < SHAPES[n][4]):
             _section_back(
-                x, x_row, weight, bias, halo, chunks, sequences, grads[n], grad_x, grad_halo,
-                parts, part, num_parts, num_chunks, block, SHAPES, n, ROWS, D, W, HAS_BIAS,
-                HAS_HALO, EPS,
+                given, grads[n], grad_x, grad_halo, parts, num_parts, num_chunks,
+                _block(block, SHAPES, n), SHAPES, n, ROWS, EPS,
             )  # fmt: skip
         block -= SHAPES[n][4]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _section_back(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    halo: tl.tensor,
-    chunks: tl.tensor,
-    sequences: tl.tensor,
+    given: Inputs,
     grad: tl.tensor,
     grad_x: tl.tensor,
-    grad_halo: tl.tensor,
+    grad_halo: tl.tensor | None,
     parts: tl.tensor,
-    part: tl.tensor,
     num_parts: tl.tensor,
     num_chunks: tl.tensor,
-    block: tl.tensor,
+    own: ChannelBlock,
     SHAPES: tl.constexpr,
     n: tl.constexpr,
     ROWS: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_HALO: tl.constexpr,
     EPS: tl.constexpr,
 ) -> None:
     WIDTH: tl.constexpr = SHAPES[n][1]
-    COLUMNS: tl.constexpr = SHAPES[n][3]
     LENGTH: tl.constexpr = SHAPES[n][5]
+    D: tl.constexpr = given.D
+    W: tl.constexpr = given.W
+    COLUMNS: tl.constexpr = own.columns.shape[0]
     TAPS: tl.constexpr = triton.next_power_of_2(W)
-    places = tl.arange(0, COLUMNS)
-    columns = block * SHAPES[n][2] + places
-    is_own = (places < SHAPES[n][2]) & (columns < WIDTH)
-    channels = SHAPES[n][0] + columns
-    taps = tl.arange(0, TAPS)
+    part, taps = tl.program_id(0), tl.arange(0, TAPS)
     of_taps, of_bias = tl.zeros([COLUMNS, TAPS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     for chunk in range(part, num_chunks, num_parts):
-        first, stop = tl.load(chunks + 4 * chunk), tl.load(chunks + 4 * chunk + 1)
-        end, sequence = tl.load(chunks + 4 * chunk + 2), tl.load(chunks + 4 * chunk + 3)
-        start = tl.load(sequences + 4 * sequence)
+        at = given.chunks + 4 * chunk
+        first, stop, end, sequence = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        span = Span(sequence, tl.load(given.sequences + 4 * sequence), stop)
         begin = first
-        if HAS_HALO:
+        if given.halo is not None:
             # The halo lies in front of the tokens of the first chunk.
-            begin -= tl.where(first == start, W - 1, 0)
+            begin -= tl.where(first == span.start, W - 1, 0)
         for tile in range(begin, stop, ROWS):
             tokens = tile + tl.arange(0, ROWS)
-            own = _inputs(
-                x, x_row, halo, tokens, start, stop, sequence, channels, is_own, D, W, HAS_HALO
-            )
+            taken = _inputs(given, tokens, span, own)
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
             # An input meets the tokens behind it, each with another tap of its filter.
             for shift in range(W):
+                whole = Span(sequence, span.start, end)
                 of_before = _gradient_before(
-                    x, x_row, weight, bias, halo, grad, tokens + shift, start, end, sequence,
-                    channels, columns, is_own, WIDTH, LENGTH, D, W, HAS_BIAS, HAS_HALO, EPS,
-                )  # fmt: skip
+                    given, grad, tokens + shift, whole, own, WIDTH, LENGTH, EPS
+                )
                 of_before = tl.where((tokens < stop)[:, None], of_before, 0.0)
                 w = W - 1 - shift
-                tap = tl.load(weight + channels * W + w, mask=is_own, other=0.0).to(tl.float32)
-                total += of_before * tap[None, :]
-                found = tl.sum(of_before * own, 0)
+                total += of_before * _tap(given, w, own)
+                found = tl.sum(of_before * taken, 0)
                 of_taps += tl.where((taps == w)[None, :], found[:, None], 0.0)
-                if HAS_BIAS:
-                    is_real = ((tokens >= start) & (shift == 0))[:, None]
+                if given.bias is not None:
+                    is_real = ((tokens >= span.start) & (shift == 0))[:, None]
                     of_bias += tl.sum(tl.where(is_real, of_before, 0.0), 0)
-            made = tokens.to(tl.int64)[:, None] * D + channels[None, :]
-            inside = ((tokens >= first) & (tokens < stop))[:, None] & is_own[None, :]
+            made = tokens.to(tl.int64)[:, None] * D + own.channels[None, :]
+            inside = ((tokens >= first) & (tokens < stop))[:, None] & own.is_own[None, :]
             tl.store(grad_x + made, total.to(grad_x.dtype.element_ty), mask=inside)
-            if HAS_HALO:
-                rows = tokens - start + (W - 1)
-                made = (sequence.to(tl.int64) * (W - 1) + rows)[:, None] * D + channels[None, :]
-                inside = ((tokens < start) & (rows >= 0))[:, None] & is_own[None, :]
+            if grad_halo is not None:
+                made, rows = _of_halo(given, tokens, span, own)
+                inside = ((tokens < span.start) & (rows >= 0))[:, None] & own.is_own[None, :]
                 tl.store(grad_halo + made, total.to(grad_halo.dtype.element_ty), mask=inside)
-    OF_CHANNEL: tl.constexpr = W + 1 if HAS_BIAS else W
+    OF_CHANNEL: tl.constexpr = W if given.bias is None else W + 1
     mine = parts + part.to(tl.int64) * D * OF_CHANNEL
-    inside = is_own[:, None] & (taps < W)[None, :]
-    tl.store(mine + channels[:, None] * W + taps[None, :], of_taps, mask=inside)
-    if HAS_BIAS:
-        tl.store(mine + D * W + channels, of_bias, mask=is_own)
+    inside = own.is_own[:, None] & (taps < W)[None, :]
+    tl.store(mine + own.channels[:, None] * W + taps[None, :], of_taps, mask=inside)
+    if given.bias is not None:
+        tl.store(mine + D * W + own.channels, of_bias, mask=own.is_own)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_before(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    halo: tl.tensor,
+    given: Inputs,
     grad: tl.tensor,
     tokens: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    sequence: tl.tensor,
-    channels: tl.tensor,
-    columns: tl.tensor,
-    is_own: tl.tensor,
+    span: Span,
+    own: ChannelBlock,
     WIDTH: tl.constexpr,
     LENGTH: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_HALO: tl.constexpr,
     EPS: tl.constexpr,
 ) -> tl.tensor:
     """The gradient of what SiLU is applied to; zeros for tokens outside the sequence."""
-    before = _before(
-        x, x_row, weight, bias, halo, tokens, start, end, sequence, channels, is_own, D, W,
-        HAS_BIAS, HAS_HALO,
-    )  # fmt: skip
-    inside = ((tokens >= start) & (tokens < end))[:, None] & is_own[None, :]
-    place = tokens.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    before = _before(given, tokens, span, own)
+    inside = ((tokens >= span.start) & (tokens < span.stop))[:, None] & own.is_own[None, :]
+    place = tokens.to(tl.int64)[:, None] * WIDTH + own.columns[None, :]
     arriving = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(before)
     if LENGTH != 0.0:
-        y = (before * share).to(x.dtype.element_ty).to(tl.float32)
+        y = (before * share).to(given.x.dtype.element_ty).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(tl.where(inside, y * y, 0.0), 1) + EPS)[:, None]
         along = tl.sum(arriving * y, 1)[:, None]
         arriving = LENGTH * inverse * (arriving - y * (along * inverse * inverse))

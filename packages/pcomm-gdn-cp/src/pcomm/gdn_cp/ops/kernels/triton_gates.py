@@ -9,7 +9,7 @@ order. Formulas and rounding are those of `delta_gates`, `time_steps`, `rms_norm
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -144,9 +144,9 @@ def gates_launch(
 ) -> tuple[KernelLaunch, tuple[Tensor, Tensor]]:
     """Logarithms of decays, and betas; time steps in their place where there is no `b_TH`."""
     g, other = (a_TH.new_empty(a_TH.shape, dtype=torch.float32) for _ in range(2))
-    arguments, grid = _gates_arguments(a_TH, b_TH, a_log_H, dt_bias_H)
-    arguments |= {"g": g, "other": other}
-    return KernelLaunch(gates_kernel, grid, arguments, g.device), (g, other)
+    given, num_tiles = _gate_inputs(a_TH, b_TH, a_log_H, dt_bias_H)
+    arguments = {"given": given, "g": g, "other": other}
+    return KernelLaunch(gates_kernel, (num_tiles,), arguments, g.device), (g, other)
 
 
 def gates_backward_launch(
@@ -158,16 +158,17 @@ def gates_backward_launch(
     grad_other_TH: Tensor,
 ) -> tuple[KernelLaunch, tuple[Tensor, Tensor | None, Tensor]]:
     """Gradients of both projections, and each program's of the two parameters."""
-    arguments, (num_tiles, *_) = _gates_arguments(a_TH, b_TH, a_log_H, dt_bias_H)
+    given, num_tiles = _gate_inputs(a_TH, b_TH, a_log_H, dt_bias_H)
     num_parts = min(num_tiles, _MOST_PARTS)
     grad_a = a_TH.new_empty(a_TH.shape)
     grad_b = None if b_TH is None else b_TH.new_empty(b_TH.shape)
     parts = a_TH.new_empty(num_parts, 2 * a_TH.shape[1], dtype=torch.float32)
-    arguments |= {
+    arguments = {
+        "given": given,
         "grad_g": grad_g_TH,
         "grad_other": grad_other_TH,
         "grad_a": grad_a,
-        "grad_b": grad_a if grad_b is None else grad_b,
+        "grad_b": grad_b,
         "parts": parts,
         "num_parts": num_parts,
     }
@@ -175,38 +176,28 @@ def gates_backward_launch(
     return launch, (grad_a, grad_b, parts)
 
 
-def _gates_arguments(
+def _gate_inputs(
     a_TH: Tensor, b_TH: Tensor | None, a_log_H: Tensor, dt_bias_H: Tensor
-) -> tuple[dict[str, Any], tuple[int, ...]]:
+) -> tuple[GateInputs, int]:
+    """What both kernels read, and the number of tiles."""
     num_tokens, num_heads = a_TH.shape
     columns = 1 << (num_heads - 1).bit_length()
     rows = max(1, _TILE // columns)
-    b_TH = a_TH if b_TH is None else b_TH
-    arguments = {
-        "a": a_TH,
-        "a_strides": a_TH.stride(),
-        "b": b_TH,
-        "b_strides": b_TH.stride(),
-        "a_log": a_log_H,
-        "bias": dt_bias_H,
-        "num_tokens": num_tokens,
-        "H": num_heads,
-        "BH": columns,
-        "ROWS": rows,
-        "IS_DELTA": b_TH is not a_TH,
-    }
-    return arguments, (-(-num_tokens // rows),)
+    b_strides = None if b_TH is None else b_TH.stride()
+    sizes = map(tl.constexpr, (num_heads, columns, rows))
+    tensors = (a_TH, a_TH.stride(), b_TH, b_strides, a_log_H, dt_bias_H)
+    return GateInputs(*tensors, num_tokens, *sizes), -(-num_tokens // rows)
 
 
 def norm_launch(
     x_LED: Tensor, gate_LED: Tensor, weight_F: Tensor, eps: float, gate_first: bool
 ) -> tuple[KernelLaunch, Tensor]:
     """The gated norm of each row and group; one weight for all groups, or one for each."""
-    arguments, options, (num_tiles, num_groups) = _norm_arguments(
+    given, options, (num_tiles, num_groups) = _norm_inputs(
         x_LED, gate_LED, weight_F, eps, gate_first
     )
     output = x_LED.new_empty(x_LED.shape)
-    arguments["output"] = output
+    arguments = {"given": given, "output": output}
     grid = (num_tiles, num_groups)
     return KernelLaunch(norm_kernel, grid, arguments, output.device, options), output
 
@@ -220,14 +211,15 @@ def norm_backward_launch(
     gate_first: bool,
 ) -> tuple[KernelLaunch, tuple[Tensor, Tensor, Tensor]]:
     """Gradients of both tensors, and each program's of the weight."""
-    arguments, options, (num_tiles, num_groups) = _norm_arguments(
+    given, options, (num_tiles, num_groups) = _norm_inputs(
         x_LED, gate_LED, weight_F, eps, gate_first
     )
     num_parts = min(num_tiles, max(1, _MOST_PARTS // num_groups))
     num_sums = num_parts * num_groups * x_LED.shape[2] // len(weight_F)
     parts = x_LED.new_empty(num_sums, len(weight_F), dtype=torch.float32)
     grads = x_LED.new_empty(x_LED.shape), gate_LED.new_empty(gate_LED.shape)
-    arguments |= {
+    arguments = {
+        "given": given,
         "grad": grad_LED,
         "grad_x": grads[0],
         "grad_gate": grads[1],
@@ -239,29 +231,18 @@ def norm_backward_launch(
     return launch, (*grads, parts)
 
 
-def _norm_arguments(
+def _norm_inputs(
     x_LED: Tensor, gate_LED: Tensor, weight_F: Tensor, eps: float, gate_first: bool
-) -> tuple[dict[str, Any], dict[str, int], tuple[int, int]]:
+) -> tuple[NormInputs, dict[str, int], tuple[int, int]]:
+    """What both kernels read, how they are compiled, and the numbers of tiles and groups."""
     num_rows, num_groups, width = x_LED.shape
     columns = 1 << (width - 1).bit_length()
     rows = max(1, _TILE // columns)
-    arguments = {
-        "x": x_LED,
-        "x_strides": x_LED.stride(),
-        "gate": gate_LED,
-        "gate_strides": gate_LED.stride(),
-        "weight": weight_F,
-        "num_rows": num_rows,
-        "eps": eps,
-        "E": num_groups,
-        "D": width,
-        "BD": columns,
-        "ROWS": rows,
-        "OWN_WEIGHT": len(weight_F) > width,
-        "GATE_FIRST": gate_first,
-    }
+    tensors = (x_LED, x_LED.stride(), gate_LED, gate_LED.stride(), weight_F)
+    constants = (num_groups, width, columns, rows, len(weight_F) > width, gate_first)
+    given = NormInputs(*tensors, num_rows, eps, *map(tl.constexpr, constants))
     warps = 4 if columns <= _TILE else 8 if columns <= _WIDE_TILE else 16
-    return arguments, {"num_warps": warps}, (-(-num_rows // rows), num_groups)
+    return given, {"num_warps": warps}, (-(-num_rows // rows), num_groups)
 
 
 def sum_launch(parts_PF: Tensor, dtype: torch.dtype) -> tuple[KernelLaunch, Tensor]:
@@ -294,77 +275,83 @@ def softplus(x: tl.tensor) -> tl.tensor:
     return tl.maximum(x, 0.0) + rest
 
 
+class GateInputs(NamedTuple):
+    """What both kernels of gates read; without `b` the second result is the time step.
+
+    The last three are constants: heads, the power of two they are padded to, and tokens of a tile.
+    """
+
+    a: Any
+    a_strides: Any
+    b: Any
+    b_strides: Any
+    a_log: Any
+    bias: Any
+    num_tokens: Any
+    H: Any
+    BH: Any
+    ROWS: Any
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def gates_kernel(
-    a: tl.tensor,
-    a_strides: tl.tuple,
-    b: tl.tensor,
-    b_strides: tl.tuple,
-    a_log: tl.tensor,
-    bias: tl.tensor,
-    num_tokens: tl.tensor,
-    g: tl.tensor,
-    other: tl.tensor,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_DELTA: tl.constexpr,
-) -> None:
+def _parameters(given: GateInputs) -> tl.tuple:
+    """The rate of the decay of each head, and the bias, as rows."""
+    heads = tl.arange(0, given.BH)
+    rate = tl.exp(tl.load(given.a_log + heads, mask=heads < given.H, other=0.0).to(tl.float32))
+    more = tl.load(given.bias + heads, mask=heads < given.H, other=0.0).to(tl.float32)
+    return rate[None, :], more[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(x: tl.tensor, strides: tl.tuple, tokens: tl.tensor, given: GateInputs) -> tl.tensor:
+    """A tile of a projection."""
+    heads = tl.arange(0, given.BH)
+    inside = (tokens < given.num_tokens)[:, None] & (heads < given.H)[None, :]
+    place = tokens[:, None] * strides[0] + heads[None, :] * strides[1]
+    return tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gates_kernel(given: GateInputs, g: tl.tensor, other: tl.tensor) -> None:
     """Logarithms of decays, and betas or time steps, of a tile of tokens."""
-    heads = tl.arange(0, BH)
-    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (tokens < num_tokens)[:, None] & (heads < H)[None, :]
-    rate = tl.exp(tl.load(a_log + heads, mask=heads < H, other=0.0).to(tl.float32))
-    more = tl.load(bias + heads, mask=heads < H, other=0.0).to(tl.float32)
-    place = tokens[:, None] * a_strides[0] + heads[None, :] * a_strides[1]
-    raw = tl.load(a + place, mask=inside, other=0.0).to(tl.float32)
-    time = softplus(raw + more[None, :])
-    made = tokens[:, None] * H + heads[None, :]
-    tl.store(g + made, -rate[None, :] * time, mask=inside)
-    if IS_DELTA:
-        place = tokens[:, None] * b_strides[0] + heads[None, :] * b_strides[1]
-        time = tl.sigmoid(tl.load(b + place, mask=inside, other=0.0).to(tl.float32))
+    heads = tl.arange(0, given.BH)
+    tokens = tl.program_id(0).to(tl.int64) * given.ROWS + tl.arange(0, given.ROWS)
+    inside = (tokens < given.num_tokens)[:, None] & (heads < given.H)[None, :]
+    rate, more = _parameters(given)
+    time = softplus(_numbers(given.a, given.a_strides, tokens, given) + more)
+    made = tokens[:, None] * given.H + heads[None, :]
+    tl.store(g + made, -rate * time, mask=inside)
+    if given.b is not None:
+        time = tl.sigmoid(_numbers(given.b, given.b_strides, tokens, given))
     tl.store(other + made, time, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gates_backward_kernel(
-    a: tl.tensor,
-    a_strides: tl.tuple,
-    b: tl.tensor,
-    b_strides: tl.tuple,
-    a_log: tl.tensor,
-    bias: tl.tensor,
-    num_tokens: tl.tensor,
+    given: GateInputs,
     grad_g: tl.tensor,
     grad_other: tl.tensor,
     grad_a: tl.tensor,
-    grad_b: tl.tensor,
+    grad_b: tl.tensor | None,
     parts: tl.tensor,
     num_parts: tl.tensor,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_DELTA: tl.constexpr,
 ) -> None:
     """Gradients of the projections of each tile of this program, and its sums."""
-    heads, part = tl.arange(0, BH), tl.program_id(0)
-    rate = tl.exp(tl.load(a_log + heads, mask=heads < H, other=0.0).to(tl.float32))
-    more = tl.load(bias + heads, mask=heads < H, other=0.0).to(tl.float32)
-    of_log, of_bias = tl.zeros([BH], tl.float32), tl.zeros([BH], tl.float32)
-    for tile in range(part, tl.cdiv(num_tokens, ROWS), num_parts):
-        tokens = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (tokens < num_tokens)[:, None] & (heads < H)[None, :]
-        place = tokens[:, None] * a_strides[0] + heads[None, :] * a_strides[1]
-        raw = tl.load(a + place, mask=inside, other=0.0).to(tl.float32) + more[None, :]
+    H: tl.constexpr = given.H
+    heads, part = tl.arange(0, given.BH), tl.program_id(0)
+    rate, more = _parameters(given)
+    of_log, of_bias = tl.zeros([given.BH], tl.float32), tl.zeros([given.BH], tl.float32)
+    for tile in range(part, tl.cdiv(given.num_tokens, given.ROWS), num_parts):
+        tokens = (tl.arange(0, given.ROWS) + tile * given.ROWS).to(tl.int64)
+        inside = (tokens < given.num_tokens)[:, None] & (heads < H)[None, :]
+        raw = _numbers(given.a, given.a_strides, tokens, given) + more
         made = tokens[:, None] * H + heads[None, :]
-        of_g = -rate[None, :] * tl.load(grad_g + made, mask=inside, other=0.0)
+        of_g = -rate * tl.load(grad_g + made, mask=inside, other=0.0)
         arriving = tl.load(grad_other + made, mask=inside, other=0.0)
         of_log += tl.sum(of_g * softplus(raw), 0)
-        if IS_DELTA:
+        if grad_b is not None:
             of_time = of_g
-            place = tokens[:, None] * b_strides[0] + heads[None, :] * b_strides[1]
-            beta = tl.sigmoid(tl.load(b + place, mask=inside, other=0.0).to(tl.float32))
+            beta = tl.sigmoid(_numbers(given.b, given.b_strides, tokens, given))
             of_beta = arriving * beta * (1.0 - beta)
             tl.store(grad_b + made, of_beta.to(grad_b.dtype.element_ty), mask=inside)
         else:
@@ -377,103 +364,107 @@ def gates_backward_kernel(
     tl.store(start + H + heads, of_bias, mask=heads < H)
 
 
+class NormInputs(NamedTuple):
+    """What both kernels of a gated norm read.
+
+    The last six are constants: groups, their width, the power of two it is padded to, rows of a
+    tile, whether each group has a weight of its own, and whether the gate is before the norm.
+    """
+
+    x: Any
+    x_strides: Any
+    gate: Any
+    gate_strides: Any
+    weight: Any
+    num_rows: Any
+    eps: Any
+    E: Any
+    D: Any
+    BD: Any
+    ROWS: Any
+    OWN_WEIGHT: Any
+    GATE_FIRST: Any
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def norm_kernel(
-    x: tl.tensor,
-    x_strides: tl.tuple,
-    gate: tl.tensor,
-    gate_strides: tl.tuple,
-    weight: tl.tensor,
-    num_rows: tl.tensor,
-    eps: tl.tensor,
-    output: tl.tensor,
-    E: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    ROWS: tl.constexpr,
-    OWN_WEIGHT: tl.constexpr,
-    GATE_FIRST: tl.constexpr,
-) -> None:
+def _features(x: tl.tensor, strides: tl.tuple, rows: tl.tensor, given: NormInputs) -> tl.tensor:
+    """A tile of rows of the group of this program."""
+    columns = tl.arange(0, given.BD)
+    inside = (rows < given.num_rows)[:, None] & (columns < given.D)[None, :]
+    place = rows[:, None] * strides[0] + tl.program_id(1) * strides[1]
+    place += columns[None, :] * strides[2]
+    return tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(given: NormInputs) -> tl.tensor:
+    """The weight of the group of this program, as a row."""
+    columns, weight = tl.arange(0, given.BD), given.weight
+    if given.OWN_WEIGHT:
+        weight += tl.program_id(1) * given.D
+    return tl.load(weight + columns, mask=columns < given.D, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_kernel(given: NormInputs, output: tl.tensor) -> None:
     """The gated norm of a tile of rows of one group."""
-    group, columns = tl.program_id(1), tl.arange(0, BD)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
-    place = rows[:, None] * x_strides[0] + group * x_strides[1] + columns[None, :] * x_strides[2]
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    place = rows[:, None] * gate_strides[0] + group * gate_strides[1]
-    place += columns[None, :] * gate_strides[2]
-    z = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    group, columns = tl.program_id(1), tl.arange(0, given.BD)
+    rows = tl.program_id(0).to(tl.int64) * given.ROWS + tl.arange(0, given.ROWS)
+    inside = (rows < given.num_rows)[:, None] & (columns < given.D)[None, :]
+    values = _features(given.x, given.x_strides, rows, given)
+    z = _features(given.gate, given.gate_strides, rows, given)
     opened = z * tl.sigmoid(z)
-    if GATE_FIRST:
+    if given.GATE_FIRST:
         values *= opened
-    normed = values * tl.rsqrt(tl.sum(values * values, 1) / D + eps)[:, None]
+    normed = values * tl.rsqrt(tl.sum(values * values, 1) / given.D + given.eps)[:, None]
     # Rounded as often as in the models that these norms are of.
-    if OWN_WEIGHT:
-        weight += group * D
-    scale = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)
-    result = scale[None, :] * normed.to(x.dtype.element_ty).to(tl.float32)
-    if weight.dtype.element_ty == x.dtype.element_ty:
-        result = result.to(x.dtype.element_ty).to(tl.float32)
-    if not GATE_FIRST:
+    dtype = given.x.dtype.element_ty
+    result = _scale(given) * normed.to(dtype).to(tl.float32)
+    if given.weight.dtype.element_ty == dtype:
+        result = result.to(dtype).to(tl.float32)
+    if not given.GATE_FIRST:
         result *= opened
-    made = (rows[:, None] * E + group) * D + columns[None, :]
+    made = (rows[:, None] * given.E + group) * given.D + columns[None, :]
     tl.store(output + made, result.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def norm_backward_kernel(
-    x: tl.tensor,
-    x_strides: tl.tuple,
-    gate: tl.tensor,
-    gate_strides: tl.tuple,
-    weight: tl.tensor,
-    num_rows: tl.tensor,
-    eps: tl.tensor,
+    given: NormInputs,
     grad: tl.tensor,
     grad_x: tl.tensor,
     grad_gate: tl.tensor,
     parts: tl.tensor,
     num_parts: tl.tensor,
-    E: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    ROWS: tl.constexpr,
-    OWN_WEIGHT: tl.constexpr,
-    GATE_FIRST: tl.constexpr,
 ) -> None:
     """Gradients of the tiles of this program, and its sum of those of the weight."""
-    part, group, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
-    if OWN_WEIGHT:
-        weight += group * D
-    scale = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([BD], tl.float32)
-    for tile in range(part, tl.cdiv(num_rows, ROWS), num_parts):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
-        place = rows[:, None] * x_strides[0] + group * x_strides[1]
-        place += columns[None, :] * x_strides[2]
-        raw = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        place = rows[:, None] * gate_strides[0] + group * gate_strides[1]
-        place += columns[None, :] * gate_strides[2]
-        z = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    E: tl.constexpr = given.E
+    D: tl.constexpr = given.D
+    part, group, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, given.BD)
+    scale, of_weight = _scale(given), tl.zeros([given.BD], tl.float32)
+    for tile in range(part, tl.cdiv(given.num_rows, given.ROWS), num_parts):
+        rows = (tl.arange(0, given.ROWS) + tile * given.ROWS).to(tl.int64)
+        inside = (rows < given.num_rows)[:, None] & (columns < D)[None, :]
+        raw = _features(given.x, given.x_strides, rows, given)
+        z = _features(given.gate, given.gate_strides, rows, given)
         share = tl.sigmoid(z)
         opened = z * share
         made = (rows[:, None] * E + group) * D + columns[None, :]
         arriving = tl.load(grad + made, mask=inside, other=0.0).to(tl.float32)
-        if GATE_FIRST:
+        if given.GATE_FIRST:
             values, of_result = raw * opened, arriving
         else:
             values, of_result = raw, arriving * opened
-        inverse = tl.rsqrt(tl.sum(values * values, 1) / D + eps)[:, None]
+        inverse = tl.rsqrt(tl.sum(values * values, 1) / D + given.eps)[:, None]
         normed = values * inverse
         of_weight += tl.sum(of_result * normed, 0)
-        of_normed = of_result * scale[None, :]
+        of_normed = of_result * scale
         mean = tl.sum(of_normed * normed, 1)[:, None] / D
         of_values = inverse * (of_normed - normed * mean)
-        if GATE_FIRST:
+        if given.GATE_FIRST:
             of_x, of_opened = of_values * opened, of_values * raw
         else:
-            of_x, of_opened = of_values, arriving * normed * scale[None, :]
+            of_x, of_opened = of_values, arriving * normed * scale
         of_gate = of_opened * share * (1.0 + z * (1.0 - share))
         tl.store(grad_x + made, of_x.to(grad_x.dtype.element_ty), mask=inside)
         tl.store(grad_gate + made, of_gate.to(grad_gate.dtype.element_ty), mask=inside)

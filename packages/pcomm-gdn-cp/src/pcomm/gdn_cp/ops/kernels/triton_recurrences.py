@@ -22,13 +22,7 @@ from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import ChunkTables, chunk_tables
 from pcomm.gdn_cp.ops.entry import apply_function, check_shape, graph_break
 from pcomm.gdn_cp.ops.gated_delta_rule import check_delta_inputs
-from pcomm.gdn_cp.ops.kernels.triton_chunks import (
-    Local,
-    Recurrence,
-    local_launch,
-    read_launch,
-    scan_launch,
-)
+from pcomm.gdn_cp.ops.kernels.triton_chunks import Local, local_launch, read_launch, scan_launch
 from pcomm.gdn_cp.ops.kernels.triton_chunks_backward import (
     back_through_reads_launch,
     back_through_scan_launch,
@@ -36,6 +30,7 @@ from pcomm.gdn_cp.ops.kernels.triton_chunks_backward import (
     finish_launch,
 )
 from pcomm.gdn_cp.ops.kernels.triton_gates import time_steps_and_decays
+from pcomm.gdn_cp.ops.kernels.triton_pieces import Recurrence
 from pcomm.gdn_cp.ops.mamba2_ssd import check_ssd_inputs
 from pcomm.gdn_cp.pack_offsets import PackOffsets
 
