@@ -1,4 +1,4 @@
-"""The command of the page on launchers under real agents of torchrun, one for each rank."""
+"""The command of the page on launchers, under real agents of torchrun: workers and store die."""
 
 from __future__ import annotations
 
@@ -228,7 +228,8 @@ def test_a_worker_and_then_the_store_are_killed_and_the_job_goes_on_to_its_end(
     assert job.saved == last
 
     one, parts = tmp_path / "one", tmp_path / "parts"
-    alone = ["train", "--config", str(job.config), *settings({"parallel.dp": "1", "parallel.tp": "1"})]
+    alone = ["train", "--config", str(job.config)]
+    alone += settings({"parallel.dp": "1", "parallel.tp": "1"})
     assert main([*alone, "--out", str(one)]) == 0
     assert main([*alone, "--out", str(parts), "--set", "train.micro_batch_tokens=32"]) == 0
     assert_same_numbers(job.out, one, allowed_by_rounding(one, parts))
