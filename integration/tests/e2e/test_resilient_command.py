@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 

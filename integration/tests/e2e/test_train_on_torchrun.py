@@ -34,15 +34,14 @@ from pcomm.integration.checkpoint.folders import newest
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "start-ranks-by-a-launcher.md"
 ENDLESS = "1000000"
-EVERY = 20
-# A small rate: what fp32 rounds stays small over hundreds of steps.
+# A small rate: what fp32 rounds stays small over hundreds of steps. Checkpoints of each second step
+# keep these few until a worker is back.
 OURS = {
     "steps = 6": f'steps = {ENDLESS}\nschedule = "constant"',
     "learning_rate = 1e-2": "learning_rate = 1e-4",
     # Also a multiple of three replicas.
     "global_batch_tokens = 256": "global_batch_tokens = 384",
     "eval_every = 2": 'eval_every = "none"',
-    "every = 2": f"every = {EVERY}",
     'prompt = "word"': 'prompt = ""',
 }
 
@@ -229,9 +228,9 @@ def test_a_worker_and_then_the_store_are_killed_and_the_job_goes_on_to_its_end(
 
     one, parts = tmp_path / "one", tmp_path / "parts"
     alone = ["train", "--config", str(job.config)]
-    alone += settings({"parallel.dp": "1", "parallel.tp": "1"})
+    alone += settings({"parallel.dp": "1", "parallel.tp": "1", "checkpoint.every": "end"})
     assert main([*alone, "--out", str(one)]) == 0
-    assert main([*alone, "--out", str(parts), "--set", "train.micro_batch_tokens=32"]) == 0
+    assert main([*alone, "--out", str(parts), "--set", "train.micro_batch_tokens=128"]) == 0
     assert_same_numbers(job.out, one, allowed_by_rounding(one, parts))
 
 
@@ -263,3 +262,20 @@ def test_agents_start_workers_again_without_that_of_a_lost_host(
     job.end_store(started)
     assert job.saved == job.rows[-1]["step"]
     assert [row["step"] for row in job.rows] == list(range(1, job.saved + 1))
+
+
+@pytest.mark.soak
+def test_agents_of_one_job_start_nothing_again_without_that_of_node_0(
+    start, started, config_file, tmp_path
+):
+    """Which is why those of the page do not know each other. Their ranks go on nevertheless."""
+    job = Job(start, tmp_path, config_file.read_text(), {"dp": 2}, knows_others=True)
+    whole = job.wait_for_step(2)
+    job.agents[0].kill()
+    job.agents[0].wait()
+    job.kill_worker(1)
+    assert job.agents[1].wait(scaled_s(PATIENCE_S)) == 1
+    assert job.codes(1) == [-signal.SIGKILL]
+    job.agents = []
+    job.wait_for_step(1, after=whole)
+    assert [len(job.workers(rank)) for rank in range(2)] == [1, 1]
