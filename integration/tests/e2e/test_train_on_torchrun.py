@@ -80,7 +80,7 @@ class Job:
         self.config.write_text(config)
         self.agents = [self.start_agent(rank) for rank in range(self.size)]
         # The workers wait for it.
-        self.store = self._start_store()
+        self.start_store()
 
     def start_agent(self, rank: int) -> subprocess.Popen[str]:
         (line,) = re.findall(r"\n```text\n(torchrun .*)\n```\n", PAGE.read_text())
@@ -104,8 +104,9 @@ class Job:
             words = shlex.split(line)
             return self._start("env", f"PATH={paths}", *words, stdout=log, stderr=log)
 
-    def start_store_again(self) -> None:
-        self.store = self._start_store()
+    def start_store(self) -> None:
+        with (self._folder / "store").open("a") as log:
+            self.store = self._start("pcomm", "store", "--port", self._port, stdout=log, stderr=log)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -175,6 +176,12 @@ class Job:
             agent.communicate(timeout=scaled_s(PATIENCE_S))
         return [agent.returncode for agent in self.agents]
 
+    def terminate(self) -> list[int]:
+        """Send SIGTERM to all agents, and wait for their end; returns their exit codes."""
+        for agent in self.agents:
+            agent.terminate()
+        return self.finish()
+
     def end_store(self, started: Programs) -> None:
         """End the store, the last process that may be left."""
         self.store.terminate()
@@ -182,28 +189,27 @@ class Job:
         wait_until(lambda: not started.running(), "the end of all processes")
 
 
+def test_a_killed_worker_is_started_again_and_sigterm_to_the_agents_saves(
+    start, started, config_file, tmp_path
+):
+    job = Job(start, tmp_path, config_file.read_text(), {"dp": 2})
+    assert_comes_back(job)
+    # Of torchrun, which a signal has ended.
+    assert job.terminate() == [1, 1], job.logs
+    job.end_store(started)
+    assert_steps_of_one_process(job, tmp_path)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("parallel", "knows_others"),
-    [
-        ({"dp": 2}, False),
-        pytest.param({"dp": 2}, True, marks=pytest.mark.soak),
-        pytest.param({"dp": 3, "tp": 2}, False, marks=pytest.mark.soak),
-    ],
+    [({"dp": 2}, True), ({"dp": 2}, False), ({"dp": 3, "tp": 2}, False)],
 )
 def test_a_worker_and_then_the_store_are_killed_and_the_job_goes_on_to_its_end(
     parallel, knows_others, start, started, config_file, tmp_path
 ):
     job = Job(start, tmp_path, config_file.read_text(), parallel, knows_others=knows_others)
-    whole = job.wait_for_step(job.size)
-    first = [job.workers(rank) for rank in range(job.size)]
-    victim = job.size - 1
-    job.kill_worker(victim)
-    job.wait_for_step(job.size, after=whole)
-    # Its agent alone has started another one.
-    assert job.codes(victim) == [-signal.SIGKILL]
-    assert len(job.workers(victim)) == 2
-    assert [job.workers(rank) for rank in range(victim)] == first[:victim]
-
+    assert_comes_back(job)
     wait_until(lambda: job.saved > 0, "a checkpoint")
     last, before = job.lose_store(steps=30), job.rows
     left = [job.workers(rank)[-1] for rank in range(job.size)]
@@ -214,36 +220,28 @@ def test_a_worker_and_then_the_store_are_killed_and_the_job_goes_on_to_its_end(
         return "no store at" in job.log(rank).rpartition("failed (exitcode: 75)")[2]
 
     wait_until(lambda: all(map(waits, range(job.size))), "workers that wait for a store")
-    ended = [[75]] * victim + [[-signal.SIGKILL, 75]]
+    ended = [*([[75]] * (job.size - 1)), [-signal.SIGKILL, 75]]
     assert [job.codes(rank) for rank in range(job.size)] == ended
     saved = job.saved
-    job.start_store_again()
+    job.start_store()
     assert job.finish() == [0] * job.size, job.logs
     job.end_store(started)
 
     assert f"generation 0 after step {saved}: {job.size} ranks" in job.logs
     assert job.rows[:saved] == before[:saved]
-    assert [row["step"] for row in job.rows] == list(range(1, last + 1))
     assert job.saved == last
-
-    one, parts = tmp_path / "one", tmp_path / "parts"
-    alone = ["train", "--config", str(job.config)]
-    alone += settings({"parallel.dp": "1", "parallel.tp": "1", "checkpoint.every": "end"})
-    assert main([*alone, "--out", str(one)]) == 0
-    assert main([*alone, "--out", str(parts), "--set", "train.micro_batch_tokens=128"]) == 0
-    assert_same_numbers(job.out, one, allowed_by_rounding(one, parts))
+    assert_steps_of_one_process(job, tmp_path)
 
 
 @pytest.mark.soak
 def test_agents_start_workers_again_without_that_of_a_lost_host(
     start, started, config_file, tmp_path
 ):
-    """Also without that of rank 0, which another brings back; SIGTERM to all of them saves."""
+    """Also without that of rank 0, which another one brings back."""
     job = Job(start, tmp_path, config_file.read_text(), {"dp": 3})
     whole = job.wait_for_step(3)
-    lost = job.agents[0]
-    lost.kill()
-    lost.wait()
+    job.agents[0].kill()
+    job.agents[0].wait()
     # By itself it leaves its worker.
     job.kill_worker(0)
     fewer = job.wait_for_step(2, after=whole)
@@ -254,20 +252,13 @@ def test_agents_start_workers_again_without_that_of_a_lost_host(
     job.wait_for_step(3, after=again)
     assert [len(job.workers(rank)) for rank in range(3)] == [2, 2, 1]
     assert [job.codes(rank) for rank in range(3)] == [[], [-signal.SIGKILL], []]
-
-    for agent in job.agents:
-        agent.terminate()
-    # Of torchrun, which a signal has ended.
-    assert job.finish() == [1, 1, 1], job.logs
+    assert job.terminate() == [1, 1, 1], job.logs
     job.end_store(started)
-    assert job.saved == job.rows[-1]["step"]
-    assert [row["step"] for row in job.rows] == list(range(1, job.saved + 1))
+    assert_steps_of_one_process(job, tmp_path)
 
 
 @pytest.mark.soak
-def test_agents_of_one_job_start_nothing_again_without_that_of_node_0(
-    start, started, config_file, tmp_path
-):
+def test_agents_of_one_job_start_nothing_again_without_that_of_node_0(start, config_file, tmp_path):
     """Which is why those of the page do not know each other. Their ranks go on nevertheless."""
     job = Job(start, tmp_path, config_file.read_text(), {"dp": 2}, knows_others=True)
     whole = job.wait_for_step(2)
@@ -279,3 +270,26 @@ def test_agents_of_one_job_start_nothing_again_without_that_of_node_0(
     job.agents = []
     job.wait_for_step(1, after=whole)
     assert [len(job.workers(rank)) for rank in range(2)] == [1, 1]
+
+
+def assert_comes_back(job: Job) -> None:
+    """Kill the worker of the last rank: its agent, and no other, starts one that joins."""
+    whole, victim = job.wait_for_step(job.size), job.size - 1
+    first = [job.workers(rank) for rank in range(job.size)]
+    job.kill_worker(victim)
+    job.wait_for_step(job.size, after=whole)
+    assert job.codes(victim) == [-signal.SIGKILL]
+    assert len(job.workers(victim)) == 2
+    assert [job.workers(rank) for rank in range(victim)] == first[:victim]
+
+
+def assert_steps_of_one_process(job: Job, folder: Path) -> None:
+    """Each step is there once, with the loss of a run on one process that nobody disturbs."""
+    assert [row["step"] for row in job.rows] == list(range(1, job.saved + 1))
+    one, parts = folder / "one", folder / "parts"
+    alone = {"train.steps": str(job.saved), "checkpoint.every": "end"}
+    sizes = {"parallel.dp": "1", "parallel.tp": "1"}
+    words = ["train", "--config", str(job.config), *settings({**alone, **sizes})]
+    assert main([*words, "--out", str(one)]) == 0
+    assert main([*words, "--out", str(parts), "--set", "train.micro_batch_tokens=128"]) == 0
+    assert_same_numbers(job.out, one, allowed_by_rounding(one, parts))
