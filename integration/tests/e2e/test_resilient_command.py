@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -11,10 +10,10 @@ import signal
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from integration_support.short_runs import whole_rows
 from pcomm.core.testing.programs import PATIENCE_S, free_port, scaled_s, wait_until
 from pcomm.integration.checkpoint.folders import newest
 
@@ -52,7 +51,7 @@ def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_togethe
     # Of the launcher: the store ends with it, perhaps before the other has read that all are done.
     assert launcher.returncode == 130, log.read_text()
     assert "Traceback" not in log.read_text()
-    found = rows(out)
+    found = whole_rows(out)
     last = newest(out)
     assert last is not None
     assert [row["step"] for row in found] == list(range(1, last.step + 1))
@@ -107,7 +106,7 @@ def test_ranks_of_a_launcher_come_back_by_themselves_and_outlive_their_store(
     for process in ranks:
         process.communicate(timeout=scaled_s(PATIENCE_S))
     assert [process.returncode for process in ranks] == [0, 0], logs()
-    assert [row["step"] for row in rows(out)] == list(range(1, last.step + 31))
+    assert [row["step"] for row in whole_rows(out)] == list(range(1, last.step + 31))
     # A process that its launcher starts once more finds that the run is done.
     late = rank(1)
     # And another job at the store is refused.
@@ -123,13 +122,6 @@ def test_ranks_of_a_launcher_come_back_by_themselves_and_outlive_their_store(
     assert store.returncode == 0
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    """The rows that are whole."""
-    file = out / "metrics.jsonl"
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def wait_for_row(
     out: Path, launcher: subprocess.Popen[str], *, ranks: int, after: int | None = None
 ) -> None:
@@ -138,7 +130,7 @@ def wait_for_row(
     def is_there() -> bool:
         if launcher.poll() is not None:
             pytest.fail(f"ended with {launcher.returncode}:\n{launcher.communicate()}")
-        found = [row["ranks"] for row in rows(out)]
+        found = [row["ranks"] for row in whole_rows(out)]
         return ranks in found[found.index(after) if after else 0 :]
 
     wait_until(is_there, f"a step of {ranks} ranks")

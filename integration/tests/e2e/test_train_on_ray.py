@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from integration_support.short_runs import whole_rows
 from pcomm.core.testing.programs import PATIENCE_S, is_running, scaled_s, wait_until
 from pcomm.integration.checkpoint.folders import newest
 
@@ -91,12 +91,12 @@ def test_a_node_and_the_store_may_be_lost(cluster, driver, train, tmp_path):
     command = driver(*ENDLESS, *ALIKE, "parallel.dp=2", f"train.steps={last}")
     command.communicate(timeout=scaled_s(PATIENCE_S))
     assert command.returncode == 0, (tmp_path / "log").read_text()
-    found = rows(out)
+    found = whole_rows(out)
     assert [row["step"] for row in found] == list(range(1, last + 1))
 
     words = [word for item in (*ENDLESS, *ALIKE) for word in ("--set", item)]
     assert train(tmp_path / "one", *words, "--set", f"train.steps={last}") == 0
-    expected = [row["loss"] for row in rows(tmp_path / "one")]
+    expected = [row["loss"] for row in whole_rows(tmp_path / "one")]
     # Sums of ranks are rounded in another order, which changed losses by 5e-8 over 400 steps. A
     # batch that is left out, or read twice, changes them by hundredths.
     assert [row["loss"] for row in found] == pytest.approx(expected, abs=1e-5)
@@ -121,13 +121,6 @@ def test_an_error_of_all_ranks_ends_the_command(driver, tmp_path):
     assert "Traceback" not in log
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    """The rows that are whole."""
-    file = out / "metrics.jsonl"
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def wait_for_ranks(out: Path, command: subprocess.Popen[str], *counts: int) -> None:
     """Wait until so many ranks have trained, one number after the other."""
 
@@ -135,7 +128,7 @@ def wait_for_ranks(out: Path, command: subprocess.Popen[str], *counts: int) -> N
         if command.poll() is not None:
             pytest.fail(f"ended with {command.returncode}:\n{(out.parent / 'log').read_text()}")
         left = list(counts)
-        for row in rows(out):
+        for row in whole_rows(out):
             if left and row["ranks"] == left[0]:
                 del left[0]
         return not left

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from integration_support.short_runs import whole_rows
 from integration_support.slurm_cluster import SlurmCluster, slurm_obstacle
 from pcomm.core.testing.programs import Programs, free_port, wait_until
 from pcomm.integration.checkpoint.folders import newest
@@ -85,10 +85,7 @@ class Job:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows that are whole."""
-        file = self.out / "metrics.jsonl"
-        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-        return [json.loads(line) for line in lines]
+        return whole_rows(self.out)
 
     @property
     def last(self) -> int:

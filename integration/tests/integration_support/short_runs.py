@@ -44,6 +44,7 @@ __all__ = [
     "tiny_run",
     "train_quietly",
     "train_steps",
+    "whole_rows",
     "worst_difference",
     "write_words",
 ]
@@ -237,6 +238,13 @@ def settings(values: Mapping[str, str], *overrides: str) -> list[str]:
     """Words of the command line: `--set key=value` for each, the overrides last."""
     assigned = [f"{key}={value}" for key, value in values.items()]
     return [word for text in (*assigned, *overrides) for word in ("--set", text)]
+
+
+def whole_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run's folder that are whole, also while it is written. Local."""
+    file = run / "metrics.jsonl"
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def numbers(run: Path) -> list[tuple[str, int, float]]:

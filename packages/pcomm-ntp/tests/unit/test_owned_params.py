@@ -72,6 +72,11 @@ def test_owners_are_on_other_hosts_level_and_stay_through_deaths_and_returns(
                 assert len(set(one.owners)) == min(hosts.copies, len(holders))
                 on = {hosts.names[rank] for rank in one.owners}
                 assert len(on) == min(hosts.copies, len({hosts.names[r] for r in holders}))
+                if len({hosts.names[r] for r in holders}) == 1:
+                    # And of other replicas, as far as there are so many of them.
+                    replicas = {made.place(r).replica for r in holders}
+                    apart = {made.place(r).replica for r in one.owners}
+                    assert len(replicas) < hosts.copies or len(apart) == hosts.copies
             # Each unit has one sender, which owns it.
             assert sum(stop - start for start, stop, _ in found.senders[name]) == ends[-1]
             for start, stop, rank in found.senders[name]:

@@ -1,11 +1,11 @@
 """Which ranks own the optimizer's state of which units: a few of those that hold the weights.
 
 A range of units that several ranks hold is cut among them, so that each unit has as many owners as
-there are copies: on different hosts, as far as there are so many, else on different ranks. An owner
-has the state of its units, and computes their step; the others that hold them get the weights. Who
-owned a unit and still holds it goes on to own it: nothing moves because a rank owns up to an eighth
-more than its share of a parameter. What moves after a death is what the dead had, and what a rank
-that is cut anew no longer holds.
+there are copies: on different hosts, as far as there are so many, else of different replicas, else
+on different ranks. An owner has the state of its units, and computes their step; the others that
+hold them get the weights. Who owned a unit and still holds it goes on to own it: nothing moves
+because a rank owns up to an eighth more than its share of a parameter. What moves after a death is
+what the dead had, and what a rank that is cut anew no longer holds.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ class Owners:
         """
         loads: dict[int, int] = {}
         stay = frozenset(alive)
+        replicas = {one: plan.place(one).replica for one in plan.stage_ranks(rank)}
         found: dict[str, tuple[OwnedRange, ...]] = {}
         # Most parameters have the units of others.
         groups: dict[tuple[str, int], list[tuple[int, int, tuple[int, ...]]]] = {}
@@ -161,7 +162,7 @@ class Owners:
                 groups[own[:2]] = list(holding_groups(plan, rank, own))
             old = () if before is None else before.ranges.get(name, ())
             parts = [
-                _Part.of(ranks, _kept(old, start, stop, stay.intersection(ranks)), hosts)
+                _Part.of(ranks, _kept(old, start, stop, stay.intersection(ranks)), hosts, replicas)
                 for start, stop, ranks in groups[own[:2]]
             ]
             runs = _dealt(parts, loads)
@@ -303,21 +304,29 @@ _Place = tuple[str, int]
 """A host, and which of its parts, where each of these counts as one."""
 
 
-def _places(ranks: Sequence[int], hosts: Hosts) -> dict[int, _Place]:
+def _places(ranks: Sequence[int], hosts: Hosts, replicas: Mapping[int, int]) -> dict[int, _Place]:
     """Where each rank is; a unit has one owner at a place.
 
-    Where there are fewer hosts than copies, ranks of a host are in several places.
+    Where there are fewer hosts than copies, replicas of a host are in several places; where these
+    are too few, too, its ranks are.
     """
-    numbers = Counter[str]()
-    number: dict[int, int] = {}
+    on_host: dict[str, list[int]] = {}
     for rank in ranks:
-        number[rank] = numbers[hosts.names[rank]]
-        numbers[hosts.names[rank]] += 1
-    parts = -(-hosts.copies // len(numbers))
-    is_apart = sum(min(parts, count) for count in numbers.values()) >= hosts.copies
-    if len(numbers) == 1 or not is_apart:
-        # Any two ranks; there may be too few of these, too.
-        parts = max(numbers.values())
+        on_host.setdefault(hosts.names[rank], []).append(rank)
+    parts = -(-hosts.copies // len(on_host))
+    # First what may not be in two places is a replica, then a rank.
+    for whole in (replicas, {rank: rank for rank in ranks}):
+        number: dict[int, int] = {}
+        for own in on_host.values():
+            order = {one: at for at, one in enumerate(dict.fromkeys(whole[r] for r in own))}
+            number.update({rank: order[whole[rank]] for rank in own})
+        counts = [1 + max(number[rank] for rank in own) for own in on_host.values()]
+        is_apart = sum(min(parts, count) for count in counts) >= hosts.copies
+        if is_apart:
+            break
+    if len(on_host) == 1 or not is_apart:
+        # Any two of them; of ranks there may be too few, too.
+        parts = max(counts)
     return {rank: (hosts.names[rank], number[rank] % parts) for rank in ranks}
 
 
@@ -346,8 +355,14 @@ class _Part(NamedTuple):
     shares: Mapping[int, int]
 
     @classmethod
-    def of(cls, ranks: Sequence[int], runs: list[OwnedRange], hosts: Hosts) -> _Part:
-        place_of = _places(ranks, hosts)
+    def of(
+        cls,
+        ranks: Sequence[int],
+        runs: list[OwnedRange],
+        hosts: Hosts,
+        replicas: Mapping[int, int],
+    ) -> _Part:
+        place_of = _places(ranks, hosts, replicas)
         return cls(runs, place_of, min(hosts.copies, len(set(place_of.values()))), {})
 
     def within(self, runs: Iterable[OwnedRange]) -> list[OwnedRange]:
