@@ -60,6 +60,7 @@ def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_togethe
     assert [count for count, _ in itertools.groupby(counts)] in ([4, 2, 3], [4, 3, 2, 3])
 
 
+@pytest.mark.soak
 def test_ranks_of_a_launcher_come_back_by_themselves_and_outlive_their_store(
     start, config_file, tmp_path
 ):
