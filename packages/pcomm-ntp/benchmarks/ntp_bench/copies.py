@@ -34,7 +34,8 @@ from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.core.topology import Topology
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
-from pcomm.ntp.planning.owners import Hosts, Owners, UnitSizes, holding_groups
+from pcomm.ntp.planning.hosts import Hosts
+from pcomm.ntp.planning.owners import Owners, UnitSizes, holding_groups
 from pcomm.ntp.planning.plan import NtpPlan, plan
 from pcomm.ntp.redistribute.planned_moves import OwnedState
 from pcomm.ntp.session import Session, TrainState

@@ -20,7 +20,8 @@ from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.core.topology import Topology
 from pcomm.ntp import Failures, GradSync, NtpPlan, grad_groups, nonuniform, plan, units_of
-from pcomm.ntp.planning.owners import Hosts, Owners
+from pcomm.ntp.planning.hosts import Hosts
+from pcomm.ntp.planning.owners import Owners
 from pcomm.ntp.sync.grad_groups import group_names, tensor_groups
 from pcomm.ntp.sync.owned_params import OwnedParams, unit_sizes
 

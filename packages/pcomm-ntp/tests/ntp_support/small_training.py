@@ -23,7 +23,8 @@ from pcomm.core.tensor_parallel import (
     take_shard,
     vocabulary_parallel_cross_entropy,
 )
-from pcomm.ntp.planning.owners import Hosts, Owners
+from pcomm.ntp.planning.hosts import Hosts
+from pcomm.ntp.planning.owners import Owners
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.sync.grad_groups import Strategy, grad_groups, group_names, tensor_groups

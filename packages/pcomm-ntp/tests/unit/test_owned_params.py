@@ -22,7 +22,8 @@ from pcomm.core import Groups, Topology
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.errors import ConfigError, TopologyError
 from pcomm.ntp import Failures, NtpPlan, Policy, Units, plan
-from pcomm.ntp.planning.owners import Hosts, Owners, UnitSizes, holding_groups
+from pcomm.ntp.planning.hosts import Hosts
+from pcomm.ntp.planning.owners import Owners, UnitSizes, holding_groups
 from pcomm.ntp.planning.survival import Survival
 from pcomm.ntp.sync.grad_groups import group_names
 from pcomm.ntp.sync.owned_params import OwnedParams, unit_sizes

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from pcomm.core import Topology
 from pcomm.ntp import Failures, Policy, Units, plan
-from pcomm.ntp.planning.owners import Hosts, Owners, UnitSizes
+from pcomm.ntp.planning.hosts import Hosts
+from pcomm.ntp.planning.owners import Owners, UnitSizes
 
 UNITS = {
     "*.qkv.weight": Units.gqa(q=128, kv=128, dim=128),

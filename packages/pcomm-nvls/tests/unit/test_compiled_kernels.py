@@ -175,8 +175,10 @@ def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
     whole = f"multimem.ld_reduce.relaxed.sys.global.{sums}"
     assert summed == ({whole} if sums and multicast else set())
     assert case in ROW_CASES or found[whole] == len(summed)
-    # A division of 64 bits would be a subroutine.
-    assert "CALL" not in kernel.machine_code()
+    # A division of 64 bits would be a subroutine; a norm has some for denormal numbers.
+    called = {*re.findall(r"CALL\S* `\((\S+)\)", kernel.machine_code())}
+    assert all(name.endswith("_f32_slowpath") for name in called), called
+    assert not called or "add" in case
     usage = kernel.resources()
     assert usage["LOCAL"] == 0
     if case in CASES:

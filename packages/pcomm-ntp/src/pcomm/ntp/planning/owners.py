@@ -14,17 +14,15 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from pcomm.core.errors import ConfigError, TopologyError
-from pcomm.core.topology import Topology
+from pcomm.ntp.planning.hosts import CopyPlace, Hosts, places_of
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.survival import Survival
 
-__all__ = ["Hosts", "Intervals", "OwnedRange", "Owners", "UnitSizes", "check_copies", "merged"]
+__all__ = ["Intervals", "OwnedRange", "Owners", "UnitSizes", "merged"]
 
 Intervals = tuple[tuple[int, int], ...]
 """Ranges of units, ascending and apart: first unit, and the unit after the last one."""
@@ -57,62 +55,6 @@ class OwnedRange(NamedTuple):
     start: int
     stop: int
     owners: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The host of each rank, and the number of owners.
-
-    Args:
-        copies: Number of owners of each unit.
-        names: Host of each rank, by its global rank.
-
-    Raises:
-        ConfigError: Fewer than one copy.
-    """
-
-    copies: int
-    names: Mapping[int, str]
-
-    def __post_init__(self) -> None:
-        check_copies(self.copies)
-
-    @classmethod
-    def of(cls, topology: Topology, copies: int, names: Mapping[int, str] | None = None) -> Hosts:
-        """The hosts that are named, or each coordinate on `dp` as a host.
-
-        Raises:
-            ConfigError: Fewer than one copy.
-            TopologyError: A rank of the topology has no host.
-        """
-        whole = Topology(topology.axes, topology.order, offset=topology.offset)
-        if names is None:
-            names = {one: f"dp={whole.coordinates(one)['dp']}" for one in whole.ranks}
-        missing = [one for one in whole.ranks if one not in names]
-        if missing:
-            raise TopologyError(
-                "Session: hosts",
-                found=f"no host of rank {missing[0]}",
-                why="Copies lie on different hosts, so each rank has one.",
-                fix="Name the host of each rank, or none for each replica as a host.",
-            )
-        return cls(copies, dict(names))
-
-
-def check_copies(copies: object) -> None:
-    """Refuse a number of owners that is none. Local.
-
-    Raises:
-        ConfigError: Fewer than one, or no whole number.
-    """
-    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
-        raise ConfigError(
-            f"Session: copies={copies!r}",
-            found="something other than a whole number of at least 1",
-            why="It is the number of ranks that have the optimizer's state of a unit.",
-            fix="Give 2 to survive the death of any one host, 1 to go back to a checkpoint, or "
-            "None for the state of a unit on each rank that holds it.",
-        )
 
 
 class Owners:
@@ -300,39 +242,10 @@ def _joined(runs: Sequence[OwnedRange]) -> tuple[OwnedRange, ...]:
 _UNEVEN = 8
 """A rank may own so much of its share more than that, an eighth, before anything moves for it."""
 
-_Place = tuple[str, int]
-"""A host, and which of its parts, where each of these counts as one."""
 
-
-def _places(ranks: Sequence[int], hosts: Hosts, replicas: Mapping[int, int]) -> dict[int, _Place]:
-    """Where each rank is; a unit has one owner at a place.
-
-    Where there are fewer hosts than copies, replicas of a host are in several places; where these
-    are too few, too, its ranks are.
-    """
-    on_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        on_host.setdefault(hosts.names[rank], []).append(rank)
-    parts = -(-hosts.copies // len(on_host))
-    # First what may not be in two places is a replica, then a rank.
-    for whole in (replicas, {rank: rank for rank in ranks}):
-        number: dict[int, int] = {}
-        for own in on_host.values():
-            order = {one: at for at, one in enumerate(dict.fromkeys(whole[r] for r in own))}
-            number.update({rank: order[whole[rank]] for rank in own})
-        counts = [1 + max(number[rank] for rank in own) for own in on_host.values()]
-        is_apart = sum(min(parts, count) for count in counts) >= hosts.copies
-        if is_apart:
-            break
-    if len(on_host) == 1 or not is_apart:
-        # Any two of them; of ranks there may be too few, too.
-        parts = max(counts)
-    return {rank: (hosts.names[rank], number[rank] % parts) for rank in ranks}
-
-
-def _apart(run: OwnedRange, place_of: Mapping[int, _Place], left: dict[int, int]) -> OwnedRange:
+def _apart(run: OwnedRange, place_of: Mapping[int, CopyPlace], left: dict[int, int]) -> OwnedRange:
     """A run with one owner at a place: there were fewer places when it was dealt out."""
-    first: dict[_Place, int] = {}
+    first: dict[CopyPlace, int] = {}
     for rank in run.owners:
         if first.setdefault(place_of[rank], rank) != rank:
             left[rank] += run.stop - run.start
@@ -350,7 +263,7 @@ class _Part(NamedTuple):
     """
 
     runs: list[OwnedRange]
-    place_of: dict[int, _Place]
+    place_of: dict[int, CopyPlace]
     copies: int
     shares: Mapping[int, int]
 
@@ -362,7 +275,7 @@ class _Part(NamedTuple):
         hosts: Hosts,
         replicas: Mapping[int, int],
     ) -> _Part:
-        place_of = _places(ranks, hosts, replicas)
+        place_of = places_of(ranks, hosts, replicas)
         return cls(runs, place_of, min(hosts.copies, len(set(place_of.values()))), {})
 
     def within(self, runs: Iterable[OwnedRange]) -> list[OwnedRange]:
@@ -389,8 +302,8 @@ class _Part(NamedTuple):
         """Number of owners to find, of all units together."""
         return sum((one.stop - one.start) * (self.copies - len(one.owners)) for one in self.runs)
 
-    def by_place(self) -> dict[_Place, list[int]]:
-        found: dict[_Place, list[int]] = {}
+    def by_place(self) -> dict[CopyPlace, list[int]]:
+        found: dict[CopyPlace, list[int]] = {}
         for rank, place in self.place_of.items():
             found.setdefault(place, []).append(rank)
         return found
@@ -509,7 +422,7 @@ def _shares(
 
 
 def _relieved(
-    runs: list[OwnedRange], rank: int, place_of: Mapping[int, _Place], left: dict[int, int]
+    runs: list[OwnedRange], rank: int, place_of: Mapping[int, CopyPlace], left: dict[int, int]
 ) -> list[OwnedRange]:
     """Give units of a rank that owns more than its share to others that own less."""
     found: list[OwnedRange] = []

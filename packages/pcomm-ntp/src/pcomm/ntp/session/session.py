@@ -19,7 +19,7 @@ from pcomm.core.process import RankPlace
 from pcomm.core.process.world import ANYWHERE, reachable_interface
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
-from pcomm.ntp.planning.owners import check_copies
+from pcomm.ntp.planning.hosts import check_copies
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.redistribute import StateLostError

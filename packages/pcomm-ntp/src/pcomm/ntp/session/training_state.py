@@ -21,7 +21,8 @@ from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.core.tensor_parallel.optimizers import first_mixed, known_mixed
-from pcomm.ntp.planning.owners import Hosts, Owners, UnitSizes
+from pcomm.ntp.planning.hosts import Hosts
+from pcomm.ntp.planning.owners import Owners, UnitSizes
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.survival import Survival
 from pcomm.ntp.redistribute import Moved, redistribute, state_tensors
@@ -369,8 +370,7 @@ class StateTransfer:
         alive: Collection[int] = (),
     ) -> Owners:
         """Owners on the hosts that the ranks have told; warns where fewer may be lost. Local."""
-        member = self._membership
-        hosts = Hosts(copies, member.hosts())
+        member, hosts = self._membership, Hosts(copies, self._membership.hosts())
         new = Owners.deal(made, member.rank, sizes, hosts, before=before, alive=alive)
         found, told, self._told = new.survival(hosts), self._told, new.survival(hosts)
         if found.is_less(told) and member.rank == min(made.stage_ranks(member.rank)):

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from pcomm.core import Group, Groups
 from pcomm.core.tensor_parallel import param_layouts_of
-from pcomm.ntp.planning.owners import Hosts, Owners, holding_groups
+from pcomm.ntp.planning.hosts import Hosts
+from pcomm.ntp.planning.owners import Owners, holding_groups
 from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.survival import Survival
 from pcomm.ntp.sync.grad_groups import group_names

@@ -132,14 +132,10 @@ def barrier(
         for peer in range(WORLD):
             wait_for_signal(own + peer * 4, number, limit_ns, failure, peer)
     else:
-        if WAY == "peers":
-            SIGNAL_AND_WAIT: tl.constexpr = _EACH
-        elif WAY == "multicast":
-            SIGNAL_AND_WAIT: tl.constexpr = _ALL
-        else:
-            SIGNAL_AND_WAIT: tl.constexpr = _ALL_FENCED
+        by_multicast: tl.constexpr = _ALL if WAY == "multicast" else _ALL_FENCED
+        signal_and_wait: tl.constexpr = _EACH if WAY == "peers" else by_multicast
         tl.inline_asm_elementwise(
-            SIGNAL_AND_WAIT,
+            signal_and_wait,
             _OPERANDS,
             [
                 buffers.to(tl.int64),
