@@ -198,11 +198,12 @@ def _described(given: Sequence[Any]) -> Hashable:
     return tuple(map(_form_of, given))
 
 
-def _form_of(one: Any) -> Hashable:
+def _form_of(one: object) -> Hashable:
     if isinstance(one, tuple):
         return _described(one)
     if not isinstance(one, Tensor):
-        return one
+        # What has no hash is like nothing else, and its call is counted each time.
+        return one if isinstance(one, Hashable) else object()
     form = (one.dtype, one.shape, one.stride(), one.requires_grad)
     if isinstance(one, FakeTensor):
         return form
