@@ -346,5 +346,5 @@ def test_layers_of_transformers_by_the_kernels(family: str) -> None:
     layer.double()
     (wide,) = in_double([hidden])
     exact = with_gradients(run(layer, wide, cu, TORCH), wide)
-    # Sums over tokens and over the width of the layer.
-    assert_each_as_accurate(ours, theirs, exact, cu[-1] + 16)
+    # Sums of the kernels are over the 64 places of a chunk.
+    assert_each_as_accurate(ours, theirs, exact, 64)

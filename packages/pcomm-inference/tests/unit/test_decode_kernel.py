@@ -91,11 +91,14 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch(
 def test_layers_of_a_step_share_what_splits_leave() -> None:
     pool, (one,), _ = made({}, torch.float32, 16, (257,))
     pool.step([(one, 256)])
-    batch = pool.batch([(one, 1)])
-    new = one.q[256:], one.k[256:], one.v[256:]
-    rows = [attend_on_device(*new, pool.memory, batch) for _ in range(2)]
-    assert_right(rows[0], one, {})
-    assert_equal(rows[1], rows[0])
+    batch, other_step = (pool.batch([(one, 1)]) for _ in range(2))
+    new = one.k[256:], one.v[256:], pool.memory
+    assert_right(attend_on_device(one.q[256:], *new, batch), one, {})
+    # Else the first split to arrive in the next layer would take itself for the last.
+    ((_, _, arrivals),) = batch.prepared.values()
+    assert not arrivals.any()
+    second = attend_on_device(-one.q[256:], *new, batch)
+    assert_equal(second, attend_on_device(-one.q[256:], *new, other_step))
 
 
 @pytest.mark.parametrize("case", ["window 17", "sinks", "slopes", "wide values", "all"])
