@@ -58,6 +58,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     )
     for module in (cli, plan_command):
         monkeypatch.setattr(module, "entry_points", lambda group: found.select(group=group))
+    # Nothing that depends on how long it takes.
+    monkeypatch.setattr(plan_module, "_TELL_S", 1e6)
     plan_command.command.__dict__.pop("modes", None)
 
     def call(*words: object) -> tuple[int, str, str]:
