@@ -127,5 +127,12 @@ def test_recurrences_on_blackwell_with_products_in_tf32(place: int) -> None:
 
 
 @pytest.mark.parametrize("place", in_turn(3, 0, 2))
-def test_what_is_around_the_recurrences(place: int) -> None:
-    check(layer_launches()[place], 90)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_what_is_around_the_recurrences(place: int, capability: int) -> None:
+    check(layer_launches()[place], capability)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", range(8))
+def test_gated_delta_rule_of_qwen3_next_on_blackwell(place: int) -> None:
+    check(recurrence_launches(128)[place], 100, spills=False)
