@@ -110,9 +110,9 @@ def check_any_settings(
 # The first three of equal ones; a mass of 2.5 of them; a cut among the lower ones, which are more
 # than a turn of the list.
 CUTS: dict[str, tuple[dict[str, Any], int]] = {
-    "k": ({"top_k": 3}, 6),
+    "k": ({"top_k": 3}, 7),
     "p": ({"top_p": 2.5 / 750, "top_k": 750}, 0),
-    "both": ({"top_k": 5, "top_p": 0.5}, 6),
+    "both": ({"top_k": 5, "top_p": 0.5}, 7),
     "lower": ({"top_k": 752, "temperature": 1e9}, 1),
 }
 
