@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core_support.interpreter import interpreted
+from core_support.kernel_launches import recorded
 from gdn_cp_bench.slow_decay import gradients, offsets
 from gdn_cp_support.kernels import MODULES, TORCH, TRITON, assert_each_as_accurate, in_double
 from pcomm.core.errors import ConfigError, LayoutError
@@ -179,6 +180,72 @@ def test_programs_take_tiles_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(lambda way, *x: way.delta_gates(*x), drawn((40, 4), (40, 4), (4,), (4,)), 40)
     norm = drawn((9, 8), (9, 8), (8,))
     compare(lambda way, *x: (way.gate_then_rms_norm(*x),), norm, 9)
+
+
+def test_parameters_need_not_lie_side_by_side() -> None:
+    """One number for all heads, and columns of a table that has none between them."""
+
+    def table(x: Tensor) -> Tensor:
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+    def gates(kernels: Any, a: Tensor, b: Tensor, log: Tensor, bias: Tensor) -> Tensors:
+        found: Tensors = kernels.delta_gates(a, b, table(log), bias.expand(4))
+        return found
+
+    compare(gates, drawn((9, 4), (9, 4), (4,), (1,)), 40)
+
+    def space(kernels: Any, x: Tensor, log: Tensor, skip: Tensor) -> Tensors:
+        keys = x.narrow(2, 0, 2)
+        return tuple(
+            kernels.chunk_mamba2_ssd(
+                *(x, x[..., 2], log.expand(2), keys, keys),
+                d_H=skip.expand(2),
+                dt_bias_H=table(x[0, :, 0].detach()),
+                cu_seqlens=(0, 5),
+            )
+        )
+
+    compare(space, drawn((5, 2, 3), (1,), (1,)), 40)
+
+    def norms(kernels: Any, x: Tensor, weight: Tensor) -> Tensors:
+        weight = table(weight)
+        normed = kernels.rms_norm_then_gate(x, x, weight)
+        return normed, kernels.gate_then_rms_norm(x, x, weight, num_groups=2)
+
+    compare(norms, drawn((3, 6), (6,)), 12)
+
+    def convolution(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensors:
+        found: Tensors = kernels.convolve_sections(
+            x, weight, ((1, 4),), cu_seqlens=(0, 9), bias_D=table(bias)
+        )
+        return found
+
+    compare(convolution, drawn((9, 4), (4, 2), (4,)), 12)
+
+
+# The second dimension of a grid ends at 65,535.
+@pytest.mark.parametrize("size", [1024, 1025, 70_000])
+def test_many_rows_of_a_batch_fit_in_a_launch(size: int) -> None:
+    x, weight = torch.ones(1, size, 2), torch.ones(2)
+    with recorded() as launches:
+        TRITON.rms_norm_then_gate(x, x, weight)
+    assert [launch.grid[1] for launch in launches] == [1024 if size == 1024 else 1]
+    if size <= 1025:
+        expected = TORCH.rms_norm_then_gate(x, x, weight)
+        assert torch.allclose(TRITON.rms_norm_then_gate(x, x, weight), expected)
+
+
+def test_a_halo_of_no_tokens_gets_no_gradient() -> None:
+    """A tensor without numbers has no address that a launch could be given."""
+    x, weight = drawn((3, 2), (2, 1))
+    halo = torch.zeros(1, 0, 2, requires_grad=True)
+    with recorded() as launches:
+        (found,) = TRITON.convolve_sections(
+            x, weight, ((1, 2),), cu_seqlens=(0, 3), initial_halo=halo
+        )
+        (grad,) = torch.autograd.grad(found.sum(), halo)
+    assert grad.shape == halo.shape
+    assert launches[1].arguments["grad_halo"] is None
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -188,6 +188,21 @@ def test_without_an_initial_state_and_with_a_gradient_of_one_result(core: Any) -
                 assert relative_error([mine], [plain]) < 1e-5
 
 
+def test_weak_decays_behind_strong_ones_keep_their_digits() -> None:
+    """40 tokens that forget all, and then some that keep nearly all."""
+    inputs = delta_inputs((64,), key_heads=1, heads=1, key_dim=16, value_dim=16)
+    g = torch.full((64, 1), -103.0)
+    g[40:] = -1e-2
+    inputs = inputs._replace(g_TH=g, beta_TH=torch.full_like(g, 0.5))
+    (found, _), (exact, _) = (
+        Delta.run(one, (0, 64), way)
+        for one, way in ((inputs, TRITON), (type(inputs)(*in_double(inputs)), None))
+    )
+    error = (found.double() - exact)[40:].abs().max() / exact[40:].abs().max()
+    # A decay is the difference of two sums, each of which is rounded once.
+    assert error <= torch.finfo(torch.float32).eps * 40 * 103
+
+
 @QUIET
 def test_gates_at_their_limits_stay_finite_forward_and_backward() -> None:
     *tokens, state = delta_inputs((80,), key_heads=1, heads=2, dtype=torch.float32)

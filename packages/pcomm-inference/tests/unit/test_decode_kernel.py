@@ -137,6 +137,18 @@ def test_what_the_kernel_does_not_take_is_copied(interpreted: ModuleType) -> Non
         assert_right(torch.cat([pool.step_on_device([(one, n)])[0] for n in (4, 1)]), one, {})
 
 
+def test_queries_of_a_key_head_fit_in_shared_memory(interpreted: ModuleType) -> None:
+    """128 rows of 256 numbers in fp32 need 295,680 bytes, and Hopper has 232,448."""
+    for dtype, heads, is_taken in (
+        (torch.float32, 64, True),
+        (torch.float32, 65, False),
+        (torch.bfloat16, 128, True),
+        (torch.bfloat16, 129, False),
+    ):
+        memory = KVMemory(*torch.empty(2, 1, 16, 1, 256, dtype=dtype))
+        assert interpreted.takes(torch.empty(1, heads, 256, dtype=dtype), memory) == is_taken
+
+
 def test_long_prompts_of_changed_scores_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     from pcomm.inference.attention import on_device
 

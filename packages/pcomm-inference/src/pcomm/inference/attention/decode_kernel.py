@@ -44,12 +44,19 @@ _SPLIT, _MOST_SPLITS, _TILE = 256, 64, 64
 _LEAST = 16
 # Widest key or value, so that a tile of both and the sums fit in the registers and shared memory.
 _MOST_WIDTH = 256
+# Largest tile of the queries that read one key head, in bytes: with twice as many, Hopper has too
+# little shared memory.
+_MOST_QUERIES = 64 << 10
 
 
 def takes(q_NHK: Tensor, memory: KVMemory) -> bool:
     """Whether the kernel computes such layers."""
     width = max(memory.keys.shape[3], memory.values.shape[3])
-    return q_NHK.dtype in DTYPES and memory.keys.dtype in DTYPES and width <= _MOST_WIDTH
+    if q_NHK.dtype not in DTYPES or memory.keys.dtype not in DTYPES or width > _MOST_WIDTH:
+        return False
+    rows = triton.next_power_of_2(q_NHK.shape[1] // memory.keys.shape[2])
+    queries: int = rows * triton.next_power_of_2(width) * q_NHK.element_size()
+    return queries <= _MOST_QUERIES
 
 
 def decode_launch(

@@ -136,7 +136,7 @@ def launches(
         # Arrivals, and how many tokens are listed.
         "state": scratch(2, num_rows, dtype=torch.int32),
     }
-    listed = scratch(2, num_rows, vocabulary, dtype=torch.int32)
+    listed = scratch(num_rows, 2, vocabulary, dtype=torch.int32)
     last = {**common, "listed": listed, "out": out_R, "num_warps": 8}
     grid = (num_rows, parts)
     return (
@@ -261,9 +261,8 @@ def choose_kernel(
     best, best_id = -float("inf"), NO_ID
     if has_cut:
         bins = bins_of(given, sizes, row)
-        keys = listed + row.number * sizes.VOCABULARY
-        ids, count = keys + given.num_rows.to(tl.int64) * sizes.VOCABULARY, state + given.num_rows
-        count += row.number
+        keys = listed + row.number * 2 * sizes.VOCABULARY
+        ids, count = keys + sizes.VOCABULARY, state + given.num_rows + row.number
         best, best_id = _above(given, sizes, row, bins, keys, ids, count, best, best_id)
         place = row.number * sizes.PARTS + part
         tl.store(given.scores + place, best)

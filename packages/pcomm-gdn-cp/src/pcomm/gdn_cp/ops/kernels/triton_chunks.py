@@ -158,7 +158,8 @@ def chunk_kernel(
     at = tokens_of(tokens.chunks, chunk, C)
     of_head = numbers_of(at, head, sizes.H)
     logs = tl.load(g + of_head, mask=at.inside, other=0.0)
-    c = tl.cumsum(tl.where(logs < LEAST, LEAST, logs), 0)
+    # In fp64, as torch adds on a CPU: behind strong decays, weak ones would be rounded each time.
+    c = tl.cumsum(tl.where(logs < LEAST, LEAST, logs).to(tl.float64), 0).to(tl.float32)
     tl.store(decay + of_head, c, mask=at.inside)
     if inverse is not None:
         products = products_of(tokens.k, tokens.k, at, head // (sizes.H // sizes.G), sizes)

@@ -85,6 +85,7 @@ def convolved_sections(
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     halo = None if initial_halo is None else initial_halo.to(x_TD.dtype).contiguous()
     weight_DW = weight_DW.contiguous()
+    bias_D = None if bias_D is None else bias_D.contiguous()
     constants = (tables, tuple(sections))
     found = apply_function(_Convolution, x_TD, weight_DW, bias_D, halo, *constants)
     shapes = ((-1, section.num_heads, section.width) for section in sections)
@@ -166,7 +167,7 @@ def convolution_backward_launch(
     arguments |= {
         "grads": tuple(grads),
         "grad_x": grad_x,
-        "grad_halo": grad_halo,
+        "grad_halo": grad_halo if width > 1 else None,
         "parts": parts,
         "num_parts": num_parts,
         "num_chunks": num_chunks,

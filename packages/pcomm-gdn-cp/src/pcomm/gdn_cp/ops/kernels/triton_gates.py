@@ -38,6 +38,9 @@ __all__ = [
 
 # Numbers of a tile, of which a thread has 16.
 _TILE, _WIDE_TILE = 2048, 8192
+# Most heads of a token that stay a dimension of their own. Their number is compiled in, and each is
+# a program of the grid's second dimension, which ends at 65,535.
+_MOST_HEADS = 1024
 # Most programs that have sums of the parameters' gradients.
 _MOST_PARTS = 512
 # Columns of a program that adds up these sums, and how many of them at a time.
@@ -49,7 +52,8 @@ def delta_gates(
     a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`delta_gates` of tensors of at most 32 bits: logarithm of the decay and beta, in fp32."""
-    g_TH, beta_TH = apply_function(_Gates, a_TH, b_TH, a_log_H, dt_bias_H)
+    parameters = a_log_H.contiguous(), dt_bias_H.contiguous()
+    g_TH, beta_TH = apply_function(_Gates, a_TH, b_TH, *parameters)
     return g_TH, beta_TH
 
 
@@ -58,7 +62,8 @@ def time_steps_and_decays(
     dt_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`[T, H]` logarithm of the decay, and time step, of Mamba-2, in fp32."""
-    g_TH, time_TH = apply_function(_Gates, dt_TH, None, a_log_H, dt_bias_H)
+    parameters = a_log_H.contiguous(), dt_bias_H.contiguous()
+    g_TH, time_TH = apply_function(_Gates, dt_TH, None, *parameters)
     return g_TH, time_TH
 
 
@@ -77,9 +82,10 @@ def gated_norm(
         gate_first: True to gate before the norm.
     """
     # Heads may lie apart, as those of a gate among other projections do.
-    shared = num_groups == 1 and x.dim() > 2
+    shared = num_groups == 1 and x.dim() > 2 and x.shape[-2] <= _MOST_HEADS
     shape = x.shape[-2:] if shared else (num_groups, x.shape[-1] // num_groups)
     x_LED, gate_LED = (y.reshape(-1, *shape) for y in (x, gate))
+    weight_F = weight_F.contiguous()
     found: Tensor = apply_function(_GatedNorm, x_LED, gate_LED, weight_F, eps, gate_first)
     return found.view(x.shape)
 

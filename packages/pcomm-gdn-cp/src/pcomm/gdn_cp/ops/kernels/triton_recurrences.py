@@ -125,7 +125,7 @@ class TritonChunks:
         check_shape("outputs: queries", q_TGK, tuple(given.k_TGK.shape))
         if d_H is not None:
             check_shape("outputs: d", d_H, (given.v_THV.shape[1],))
-            d_H = d_H.float()
+            d_H = d_H.float().contiguous()
         if initial_state is not None:
             check_shape("outputs: initial_state", initial_state, given.state_shape)
             initial_state = initial_state.float().contiguous()
