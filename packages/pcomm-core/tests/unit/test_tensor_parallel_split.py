@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from core_support.dispatch_modes import NestedModes
 from core_support.split_layers import LayerCase
@@ -203,6 +203,7 @@ def test_only_the_shard_of_a_rank_is_allocated(kind: str) -> None:
         return whole, shard
 
     assert run_virtual(on_rank, 2) == [(32, 16)] * 2
+    assert not is_in_torch_dispatch_mode()
 
 
 @pytest.mark.parametrize("gathered", [False, True])

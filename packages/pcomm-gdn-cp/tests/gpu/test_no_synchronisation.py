@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from core_support.dispatch_modes import NestedModes
 from gdn_cp_support.planned_mixers import CHUNK, mixer, weights_of
@@ -91,6 +91,7 @@ def test_a_step_reads_no_value_on_the_host(spec: Spec, strategy: str) -> None:
         return waiting.found
 
     assert run_virtual(on_rank, SIZE) == [[]] * SIZE
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_the_check_sees_a_value_that_is_read() -> None:
