@@ -283,6 +283,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
+    # Rows tell the command, and name no place of this machine.
+    sys.argv = ["TORCHFT_PYTHON" if one == str(arguments.python) else one for one in sys.argv]
     python, kills, lost = arguments.python.absolute(), arguments.kills, arguments.lose
     # Beside pcomm with two replicas; in rows of pcomm's own run it has 8 ranks.
     replicas = 4 if lost == "process" else 2
