@@ -275,7 +275,12 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("case", ALIKE)
+SHORT = ("GDN", "both, computed again")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.soak] * (one not in SHORT)) for one in ALIKE]
+)
 def test_what_is_told_again_is_what_is_counted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle counts each layer: events in order, and memory to the byte."""
     pattern, num_ranks, words = ALIKE[case]

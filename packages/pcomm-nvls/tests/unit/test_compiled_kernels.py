@@ -227,8 +227,15 @@ def test_a_signal_waits_for_one_load_and_a_barrier_of_the_block() -> None:
 FENCES = {"multicast": 0, "fenced multicast": 3, "peers": 0}
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("case", ["all_gather", "two_shot bf16", "all_reduce_add bf16 one"])
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [
+        ("all_gather", 90),
+        ("two_shot bf16", 100),
+        pytest.param("all_reduce_add bf16 one", 90, marks=pytest.mark.soak),
+        pytest.param("all_reduce_add bf16 one", 100, marks=pytest.mark.soak),
+    ],
+)
 def test_barriers_by_multicast_have_fences_for_aliases_where_asked(case, capability) -> None:
     """Around the signal and behind the wait, and nothing else changes."""
     barriers = (ROW_CASES.get(case) or CASES[case])[0]
