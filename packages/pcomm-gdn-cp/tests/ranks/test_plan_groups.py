@@ -80,6 +80,8 @@ def test_meshes_of_one_rank_and_of_several_dimensions(rank: int) -> None:
             make_plan(PACK, other, SPECS)  # type: ignore[arg-type]
     else:
         dist.destroy_process_group(other)
+    # No rank closes a connection while another one still makes it.
+    dist.barrier()
     closed(square, of_first)
 
 
