@@ -94,7 +94,7 @@ class CountedOnce:
 
     Args:
         watch: Memory that is followed.
-        events: Where operations are noted.
+        events: The list that operations are noted in.
     """
 
     def __init__(self, watch: FollowedMemory, events: list[Any]) -> None:

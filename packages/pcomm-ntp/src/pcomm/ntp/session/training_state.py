@@ -453,7 +453,7 @@ def topology_along_dp(topology: Topology, speeds: object) -> Topology:
     """The same ranks for the last generation: each tensor-parallel group at a place of `dp`.
 
     Raises:
-        UnsupportedError: As `_along_dp`.
+        UnsupportedError: The same cases in which `_along_dp` raises it.
     """
     size = topology.axes["tp"]
     # What the groups along cp of a replica hold depends on the slow ranks of all of them.
@@ -472,8 +472,8 @@ def agreed_lines(built: TrainState) -> list[str]:
     """Kind and settings of the optimizer, a line each; the same on all ranks of a stage. Local.
 
     Raises:
-        ConfigError: As `scalars_of`.
-        UnsupportedError: As `scalars_of`.
+        ConfigError: The same cases in which `scalars_of` raises it.
+        UnsupportedError: The same cases in which `scalars_of` raises it.
     """
     told = json.loads(scalars_of(built))
     names = {id(own): name for name, own in built.optimized.items()}

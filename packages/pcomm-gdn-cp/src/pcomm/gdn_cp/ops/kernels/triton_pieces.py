@@ -196,7 +196,7 @@ class ChunkTokens(NamedTuple):
 
     Args:
         first: The first token.
-        inside: Which of `C` places have a token.
+        inside: True for each place that has a token, `[C]`.
         last: The place of the last token.
     """
 
