@@ -101,6 +101,16 @@ class RatedNetwork:
             finally:
                 _enter(before.fileno())
 
+    def change(self, host: int, words: str, *, program: str = "ip") -> None:
+        """Run a command of iproute2 in a namespace, as root. Local.
+
+        Args:
+            host: Number of a rank, or -1 for the hub.
+            words: What follows `ip -n NAMESPACE`, such as `link set rail0 down`.
+            program: `ip` or `tc`.
+        """
+        _run([program, "-n", self.namespaces[host], *words.split()])
+
 
 @contextmanager
 def rated_network(num_ranks: int, *, num_rails: int, mbit_per_s: float) -> Iterator[RatedNetwork]:

@@ -1,4 +1,4 @@
-"""Packed weights: the products of `F.linear`, and whose rows depend on how many there are."""
+"""Forms of weights: the products of `F.linear`, and whose rows depend on how many there are."""
 
 import copy
 import gc
@@ -13,14 +13,16 @@ from torch.nn import functional as F
 
 from pcomm.core import Collectives, Layout
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, WeightProduct
 from pcomm.core.testing import assert_equal, run_virtual
 from pcomm.inference.layers import pack_weights, quantize_int8
 from pcomm.inference.layers.packed_weight import (
+    FewRowsWeight,
     PackedWeight,
     check_batch_invariant,
-    has_bf16_tiles,
+    invariant_weight,
     packed_weight,
+    uses_bf16_tiles,
 )
 
 # What oneDNN does here, also where ONEDNN_MAX_CPU_ISA keeps it from instructions that are there.
@@ -54,14 +56,19 @@ def weight_and_rows(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tens
 def test_products_are_those_of_f_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight, rows = weight_and_rows(outputs, inputs, dtype)
     bias = torch.randn(outputs).to(dtype)
-    product = PackedWeight(weight)
-    for count in (1, 2, 7, 64):
-        found, expected = product(rows[:count], bias), F.linear(rows[:count], weight, bias)
-        # Products are rounded to bf16 once; in fp32 the order of `inputs` terms is another.
-        rounding = torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else inputs)
-        assert found.shape == expected.shape
-        assert found.dtype == dtype
-        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
+    products: list[WeightProduct] = [PackedWeight(weight)]
+    if dtype == torch.bfloat16:
+        products += [FewRowsWeight(weight), FewRowsWeight(weight, batch_invariant=True)]
+    for product in products:
+        # On both sides of the numbers from which few rows are computed otherwise.
+        for count in (0, 1, 2, 7, 32, 33, 64, 65):
+            found, expected = product(rows[:count], bias), F.linear(rows[:count], weight, bias)
+            # Products are rounded to bf16 once; in fp32 the order of `inputs` terms is another.
+            rounding = torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else inputs)
+            assert found.shape == expected.shape
+            assert found.dtype == dtype
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
 
 
 @torch.inference_mode()
@@ -73,13 +80,31 @@ def test_a_row_has_the_same_bits_in_every_batch(
 ) -> None:
     weight, rows = weight_and_rows(outputs, inputs, dtype)
     product = PackedWeight(weight)
-    assert product.is_batch_invariant == (dtype == torch.float32 or not has_bf16_tiles())
+    assert product.is_batch_invariant == (dtype == torch.float32 or not uses_bf16_tiles())
     # AMX has one order of sums for up to 32 rows, and others for more.
     most = 70 if product.is_batch_invariant else 32
     together = product(rows[:most], None)
     for count in (1, 2, 3, 8, 16, 31, 33):
         count = min(count, most)
         assert torch.equal(product(rows[:count], None), together[:count]), count
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [*SIZES, (16, 16), (17, 33), (64, 65), (8, 4096), (4096, 8), (63, 259)]
+)
+@pytest.mark.skipif(not uses_bf16_tiles(), reason="oneDNN does not multiply by AMX here")
+def test_few_rows_by_tiles_have_the_bits_of_a_packed_weight(
+    outputs: int, inputs: int, has_bias: bool
+) -> None:
+    weight, rows = weight_and_rows(outputs, inputs, torch.bfloat16)
+    bias = torch.randn(outputs).bfloat16() if has_bias else None
+    together = PackedWeight(weight)(rows[:32], bias)
+    product = FewRowsWeight(weight)
+    for count in (1, 2, 3, 5, 8, 16, 17, 31, 32):
+        assert torch.equal(product(rows[:count], bias), together[:count]), count
+        assert torch.equal(product(rows[32 - count : 32], bias), together[32 - count :]), count
 
 
 @torch.inference_mode()
@@ -126,29 +151,69 @@ def test_only_bf16_by_tiles_is_computed_in_blocks_of_32_rows(
     has_tiles: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_tiles)
+    by_tiles = has_tiles and dtype == torch.bfloat16
     weight, rows = weight_and_rows(64, 1536, dtype)
     seen = list[int]()
+    multiply = torch.mm
 
-    def counted(batch_invariant: bool, num_rows: int) -> list[int]:
-        product = PackedWeight(weight, batch_invariant=batch_invariant)
-        multiply = product._multiply
+    def count(weight: Tensor, x_IM: Tensor) -> Tensor:
+        seen.append(x_IM.shape[1])
+        return multiply(weight, x_IM)
 
-        def count(x: Tensor, *others: object) -> Tensor:
-            seen.append(x.shape[0])
-            return multiply(x, *others)
-
+    monkeypatch.setattr(torch, "mm", count)
+    product = invariant_weight(weight)
+    assert product is not None
+    assert product.is_batch_invariant
+    assert isinstance(product, FewRowsWeight if by_tiles else PackedWeight)
+    for num_rows, blocks in ((32, [32]), (34, [32, 2]), (70, [32, 32, 6])):
         seen.clear()
-        product._multiply = count
         x = rows[:num_rows]
         torch.testing.assert_close(product(x, None), F.linear(x, weight))
-        return seen.copy()
+        assert seen == (blocks if by_tiles else [])
+    if by_tiles:
+        # Without a promise about bits, all at once up to 64.
+        for num_rows, calls in ((64, [64]), (65, [])):
+            seen.clear()
+            FewRowsWeight(weight)(rows[:num_rows], None)
+            assert seen == calls
 
-    in_blocks = has_tiles and dtype == torch.bfloat16
-    assert counted(True, 32) == counted(False, 32) == [32]
-    # A single row of so many inputs is computed twice.
-    assert counted(True, 33) == ([32, 2] if in_blocks else [33])
-    assert counted(True, 70) == ([32, 32, 6] if in_blocks else [70])
-    assert counted(False, 70) == [70]
+
+@packs_bf16
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, True),
+        ("avx512_core_amx", True),
+        ("AVX512_CORE_AMX_FP16", True),
+        ("DEFAULT", True),
+        ("AVX512_CORE_FP16", False),
+        ("avx512_core_bf16", False),
+        ("AVX2", False),
+    ],
+)
+def test_few_rows_are_multiplied_by_the_weight_as_it_lies_where_tiles_are_used(
+    limit: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    weight = torch.randn(128, 256).bfloat16()
+    assert uses_bf16_tiles() == expected
+    kind = FewRowsWeight if expected else PackedWeight
+    assert isinstance(packed_weight(weight, most_rows=1), kind)
+    assert isinstance(packed_weight(weight, most_rows=32), kind)
+    for most_rows in (33, None):
+        assert isinstance(packed_weight(weight, most_rows=most_rows), PackedWeight)
+    layer = nn.Linear(256, 128, dtype=torch.bfloat16)
+    held = layer.weight.data_ptr()
+    assert pack_weights(layer, most_rows=1) == ("",)
+    product = layer.weight_product
+    assert isinstance(product, kind)
+    if isinstance(product, FewRowsWeight):
+        # The very weight, of which no copy was made.
+        assert product._weight_OI.data_ptr() == held
 
 
 def test_layers_whose_rows_depend_on_each_other_are_refused_by_name(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -81,8 +80,8 @@ class _JobOnHosts(KilledJob):
         self._link(victims, "up")
 
     def _link(self, victims: Collection[int], state: str) -> None:
-        name, link = self._network.namespaces[min(victims) // TP], self._network.interfaces[0]
-        subprocess.run(["ip", "-n", name, "link", "set", link, state], check=True)
+        words = f"link set {self._network.interfaces[0]} {state}"
+        self._network.change(min(victims) // TP, words)
 
 
 def _host_store(port: Connection, network: RatedNetwork) -> None:

@@ -199,8 +199,7 @@ class Job:
 
     def _link(self, replica: int, state: str) -> None:
         assert self._network is not None
-        name, link = self._network.namespaces[replica], self._network.interfaces[0]
-        subprocess.run(["ip", "-n", name, "link", "set", link, state], check=True)
+        self._network.change(replica, f"link set {self._network.interfaces[0]} {state}")
 
     def _on_host(self, number: int) -> list[str]:
         """Words before a command that run it on a host."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,34 +68,27 @@ class Hosts:
         """Lose, without an error, all packets of a host to some others."""
         for other in others:
             entry = f"neigh replace {address(other)} lladdr 02:00:00:00:00:01 nud permanent"
-            self._ip(number, f"{entry} dev {self.network.interfaces[0]}")
+            self.network.change(number, f"{entry} dev {self.network.interfaces[0]}")
 
     def disconnect(self, number: int) -> None:
         """Lose all packets from and to a host."""
         # At the hub, so that the host itself has a network that seems to work.
-        self._ip(-1, f"link set port{number}.0 down")
+        self.network.change(-1, f"link set port{number}.0 down")
 
     def take_down(self, number: int) -> None:
         """Take the link of a host down, so that it has none; its processes go on."""
-        self._ip(number, f"link set {self.network.interfaces[0]} down")
+        self.network.change(number, f"link set {self.network.interfaces[0]} down")
 
     def slow_down(self, number: int, rate: str) -> None:
         """Give both ways of a host's link another rate, in the words of tc."""
-        for name, device in (
-            (self.network.namespaces[number], self.network.interfaces[0]),
-            (self.network.namespaces[-1], f"port{number}.0"),
-        ):
+        for host, device in ((number, self.network.interfaces[0]), (-1, f"port{number}.0")):
             words = f"qdisc replace dev {device} root tbf rate {rate} burst 72kb limit 64mb"
-            subprocess.run(["tc", "-n", name, *words.split()], check=True)
+            self.network.change(host, words, program="tc")
 
     def close(self) -> None:
         """End the store."""
         self._process.kill()
         self._process.join()
-
-    def _ip(self, number: int, words: str) -> None:
-        name = self.network.namespaces[number]
-        subprocess.run(["ip", "-n", name, *words.split()], check=True)
 
 
 @contextmanager

@@ -84,6 +84,7 @@ def load_for_engine(
     group: Group | None,
     quantization: str | None,
     batch_invariant: bool,
+    most_rows: int,
 ) -> LoadedModel | LoadedForeign:
     """The model in a folder: pcomm's own where it has the family, else transformers'. Local.
 
@@ -94,6 +95,7 @@ def load_for_engine(
         group: Tensor-parallel group; None for the whole model.
         quantization: Form of the weights, as for `load_model`.
         batch_invariant: The argument of `load_model`.
+        most_rows: Tokens of a step that only decodes, at most.
 
     Raises:
         ConfigError: The folder holds no model, or its files are damaged.
@@ -109,6 +111,7 @@ def load_for_engine(
             group=group,
             quantization=quantization,
             batch_invariant=batch_invariant,
+            most_rows=most_rows,
         )
     ranks = 1 if group is None else group.size
     check_plain(f"LLM({str(path)!r})", ranks, quantization, batch_invariant)

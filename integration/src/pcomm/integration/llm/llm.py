@@ -166,6 +166,7 @@ class LLM:
                     group=group,
                     quantization=quantization,
                     batch_invariant=batch_invariant,
+                    most_rows=max_requests * (1 + speculative_tokens),
                 )
             loaded = here or load_text_for_engine(folder, ranks=ranks)
         self.path, self.loaded, self.dtype = folder, loaded, weights or loaded.dtype

@@ -170,6 +170,7 @@ def load_model(
     group: Group | None = None,
     quantization: str | None = None,
     batch_invariant: bool = False,
+    most_rows: int | None = None,
 ) -> LoadedModel:
     """The model in a folder, whole or this rank's part of it, on this process. Local.
 
@@ -182,6 +183,8 @@ def load_model(
         quantization: `int8` to keep the weights of linear layers as int8; None for their dtype. On
             a CPU they are packed then, so that the model is for inference alone.
         batch_invariant: True for weights in the form that an engine with `batch_invariant` wants.
+        most_rows: Tokens of a step that only decodes, at most, for which weights get their form on
+            a CPU; None if they are not known.
 
     Raises:
         ConfigError: The folder holds no model, the group cannot share its layers, its files are
@@ -190,7 +193,9 @@ def load_model(
             not with `batch_invariant`.
     """
     ranks = 1 if group is None else group.size
-    form = weight_form(quantization, device, batch_invariant=batch_invariant, ranks=ranks)
+    form = weight_form(
+        quantization, device, batch_invariant=batch_invariant, ranks=ranks, most_rows=most_rows
+    )
     source = _source(path)
     if batch_invariant and source.shape.experts:
         raise UnsupportedError(

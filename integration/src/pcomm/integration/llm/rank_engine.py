@@ -80,6 +80,7 @@ def serve_engine(
                 group=group,
                 quantization=quantization,
                 batch_invariant=options.batch_invariant,
+                most_rows=options.max_requests * (1 + options.speculative_tokens),
             )
             messages.answer(free_bytes(device))
             for budget_bytes in messages:

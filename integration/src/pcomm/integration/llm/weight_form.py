@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -58,6 +59,7 @@ def weight_form(
     *,
     batch_invariant: bool = False,
     ranks: int = 1,
+    most_rows: int | None = None,
 ) -> WeightForm | None:
     """The form for a model on a device; None where weights stay as they are. Local.
 
@@ -66,6 +68,7 @@ def weight_form(
         device: Device of the model.
         batch_invariant: True for weights whose products give a row the same bits among any others.
         ranks: Number of ranks that share the model.
+        most_rows: Tokens of a step that only decodes, at most; None if they are not known.
 
     Raises:
         ConfigError: There is no such quantization.
@@ -76,7 +79,8 @@ def weight_form(
         _check_batch_invariant(quantization, device, ranks)
         return WeightForm(_invariant, is_for_all=False)
     if quantization is None:
-        return WeightForm(_packed, is_for_all=False) if is_cpu else None
+        packed = partial(_packed, most_rows=most_rows)
+        return WeightForm(packed, is_for_all=False) if is_cpu else None
     if quantization not in QUANTIZATIONS:
         raise ConfigError(
             "LLM: quantization",
@@ -96,8 +100,10 @@ def weight_form(
     return WeightForm(_int8, is_for_all=True)
 
 
-def _packed(model: nn.Module, names: Collection[str] | None) -> None:
-    pack_weights(model, only=names)
+def _packed(
+    model: nn.Module, names: Collection[str] | None, *, most_rows: int | None = None
+) -> None:
+    pack_weights(model, only=names, most_rows=most_rows)
 
 
 def _invariant(model: nn.Module, names: Collection[str] | None) -> None:

@@ -1,4 +1,4 @@
-"""Weights in the blocks that oneDNN multiplies by, made once instead of in every product."""
+"""Weights in the form in which a processor multiplies a few rows fastest, made once."""
 
 # Shape suffixes: M rows, I input features, O output features.
 
@@ -7,22 +7,25 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.inference.layers.linear_layers import linear_layers, replace_weights
 
 __all__ = [
+    "FewRowsWeight",
     "PackedWeight",
     "check_batch_invariant",
-    "has_bf16_tiles",
     "invariant_weight",
     "pack_weights",
     "packed_weight",
+    "uses_bf16_tiles",
 ]
 
 # Elements of a weight from which the packed product takes less time than `F.linear`: the call
@@ -35,8 +38,15 @@ _MOST_INPUTS_OF_ONE_ROW = 1024
 # Rows up to which AMX adds up a row of bf16 in one order, however many they are.
 _MOST_ROWS_OF_TILES = 32
 
-# Limits of oneDNN under which it multiplies bf16 by instructions for fp32.
+# Rows up to which torch turns what AMX gives in less time than it brings a weight into blocks.
+_MOST_ROWS_ACROSS = 64
+
+# Limits of oneDNN under which it multiplies bf16 by instructions for fp32, and those without tiles.
 _WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+_WITHOUT_TILES = (
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", *_WITHOUT_BF16),
+    *("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512", "AVX10_2_512"),
+)
 
 # Machines on which all rows of products were compared.
 _MACHINES = ("x86_64", "AMD64")
@@ -48,15 +58,13 @@ class PackedWeight:
     `F.linear` brings the weight into that layout in every call, which takes as long as the product
     of a few rows. A single row of many inputs is computed as two equal ones, and so is every one in
     bf16 on a processor without AVX-512 BF16, or where `ONEDNN_MAX_CPU_ISA` leaves that out. Then
-    the bits of a row depend on that row alone, but for bf16 on a processor with AMX: there up to 32
-    rows have one order of sums, and more rows have others, unless they are computed in blocks. In
-    bf16 without AMX they are those of `F.linear` for several rows of a matrix without gaps;
-    elsewhere the two differ by rounding. Tested on x86.
+    the bits of a row depend on that row alone, but for bf16 by AMX: there up to 32 rows have one
+    order of sums, and more rows have others. In bf16 without AMX they are those of `F.linear` for
+    several rows of a matrix without gaps; elsewhere the two differ by rounding. Tested on x86.
 
     Args:
         weight_OI: Weight `[O, I]`, bf16 or fp32 on a CPU; its numbers are copied.
-        batch_invariant: True to compute at most 32 rows at once where the order of their sums
-            depends on their number.
+        doubles_one_row: True to compute a single row as two equal ones, however many inputs it has.
 
     Attributes:
         nbytes: Size of the weight, in bytes.
@@ -66,7 +74,7 @@ class PackedWeight:
         RuntimeError: torch has no such product for the dtype or on this processor.
     """
 
-    def __init__(self, weight_OI: Tensor, *, batch_invariant: bool = False) -> None:
+    def __init__(self, weight_OI: Tensor, *, doubles_one_row: bool = False) -> None:
         ops: Any = torch.ops.mkldnn
         self._packed = ops._reorder_linear_weight(weight_OI.contiguous(), None)
         self._multiply = ops._linear_pointwise.default
@@ -74,10 +82,8 @@ class PackedWeight:
         # Without instructions for bf16 few elements of one row differ, whatever its length.
         is_emulated = self._dtype == torch.bfloat16 and not _has_bf16_sums()
         is_long = weight_OI.shape[1] > _MOST_INPUTS_OF_ONE_ROW
-        self._doubles_one_row = is_long or is_emulated or batch_invariant
-        has_classes = self._dtype == torch.bfloat16 and has_bf16_tiles()
-        self._is_in_blocks = has_classes and batch_invariant
-        self.is_batch_invariant = batch_invariant or not has_classes
+        self._doubles_one_row = is_long or is_emulated or doubles_one_row
+        self.is_batch_invariant = not (self._dtype == torch.bfloat16 and uses_bf16_tiles())
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`[..., O]` of `x` `[..., I]`, dtype of the weight.
@@ -86,13 +92,7 @@ class PackedWeight:
             ConfigError: The input has another dtype or device than the weight.
             UnsupportedError: It is being compiled.
         """
-        if x.dtype != self._dtype or not x.is_cpu:
-            raise ConfigError(
-                f"a linear layer with a packed weight of {self._dtype}",
-                found=f"an input of {x.dtype} on {x.device}",
-                why="The weight was packed for a CPU and for this dtype, and is not converted.",
-                fix="Move and convert the model before pack_weights, and give inputs of its dtype.",
-            )
+        _check_input(x, self._dtype)
         if torch.compiler.is_compiling():
             raise UnsupportedError(
                 "torch.compile of a linear layer with a packed weight",
@@ -100,9 +100,6 @@ class PackedWeight:
                 why="Inductor packs weights by itself and does not take those that are packed.",
                 fix="Compile the model with its weights as they are.",
             )
-        if self._is_in_blocks and x.shape[:-1].numel() > _MOST_ROWS_OF_TILES:
-            rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).split(_MOST_ROWS_OF_TILES)
-            return torch.cat([self(part, bias) for part in rows]).view(*x.shape[:-1], -1)
         if self._doubles_one_row and x.numel() == x.shape[-1]:
             two = self._multiply(x.view(1, -1).expand(2, -1), self._packed, bias, "none", [], "")
             one: Tensor = two[:1].view(*x.shape[:-1], -1)
@@ -128,25 +125,97 @@ class PackedWeight:
         )
 
 
-def has_bf16_tiles() -> bool:
-    """Whether this processor multiplies bf16 by AMX. Local.
+class FewRowsWeight:
+    """`x W^T + b` by AMX with a bf16 weight as it lies in memory. Local, without gradients.
 
-    True as well if `ONEDNN_MAX_CPU_ISA` keeps oneDNN from it.
+    The weight is the left operand, of which AMX reads 16 rows at once, and `x` the right one. Up to
+    32 rows of `x` so take less time than with a weight in oneDNN's layout, and have the same bits:
+    each row those that it has alone. More rows of `x` are computed in blocks of 32 or, where their
+    bits may depend on their number, at once.
+
+    Args:
+        weight_OI: Weight `[O, I]`, bf16 on a CPU, which is kept.
+        batch_invariant: True to compute more than 32 rows in blocks.
+
+    Attributes:
+        nbytes: Size of the weight, in bytes.
+        is_batch_invariant: True if the bits of a row do not depend on the number of rows.
     """
-    return bool(torch.cpu._is_amx_tile_supported())
+
+    def __init__(self, weight_OI: Tensor, *, batch_invariant: bool = False) -> None:
+        self._weight_OI = weight_OI.contiguous()
+        self.nbytes = weight_OI.nbytes
+        self.is_batch_invariant = batch_invariant
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[..., O]` of `x` `[..., I]`, in bf16.
+
+        Raises:
+            ConfigError: The input has another dtype or device than the weight.
+        """
+        weight_OI = self._weight_OI
+        _check_input(x, weight_OI.dtype)
+        num_outputs, num_inputs = weight_OI.shape
+        x_MI = x.reshape(-1, num_inputs) if x.dim() != 2 else x
+        num_rows = x_MI.shape[0]
+        if num_rows == 1:
+            x_I = x_MI[0]
+            y = torch.mv(weight_OI, x_I) if bias is None else torch.addmv(bias, weight_OI, x_I)
+        elif self.is_batch_invariant and num_rows > _MOST_ROWS_OF_TILES:
+            y = torch.cat([self(part, bias) for part in x_MI.split(_MOST_ROWS_OF_TILES)])
+        elif num_rows > _MOST_ROWS_ACROSS:
+            y = F.linear(x_MI, weight_OI, bias)
+        else:
+            x_IM = x_MI.t()
+            y_OM = (
+                torch.mm(weight_OI, x_IM)
+                if bias is None
+                else torch.addmm(bias.unsqueeze(1), weight_OI, x_IM)
+            )
+            y = y_OM.t().contiguous()
+        return y.view(*x.shape[:-1], num_outputs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FewRowsWeight:
+        """Give this one itself, which nothing changes."""
+        return self
+
+
+def _check_input(x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or not x.is_cpu:
+        raise ConfigError(
+            f"a linear layer with a packed weight of {dtype}",
+            found=f"an input of {x.dtype} on {x.device}",
+            why="The weight was packed for a CPU and for this dtype, and is not converted.",
+            fix="Move and convert the model before pack_weights, and give inputs of its dtype.",
+        )
+
+
+def uses_bf16_tiles() -> bool:
+    """Whether oneDNN multiplies bf16 by AMX on this processor. Local.
+
+    False if `ONEDNN_MAX_CPU_ISA` keeps oneDNN from it.
+    """
+    return bool(torch.cpu._is_amx_tile_supported()) and _onednn_limit() not in _WITHOUT_TILES
 
 
 def _has_bf16_sums() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() and _onednn_limit() not in _WITHOUT_BF16
+
+
+def _onednn_limit() -> str:
     # OneDNN reads these when it is first used, and torch does not say what it found.
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-    limit = next((os.environ[name] for name in names if name in os.environ), "")
-    return torch.cpu._is_avx512_bf16_supported() and limit.upper() not in _WITHOUT_BF16
+    return next((os.environ[name] for name in names if name in os.environ), "").upper()
 
 
 def pack_weights(
-    model: nn.Module, *, only: Collection[str] | None = None, batch_invariant: bool = False
+    model: nn.Module,
+    *,
+    only: Collection[str] | None = None,
+    batch_invariant: bool = False,
+    most_rows: int | None = None,
 ) -> tuple[str, ...]:
-    """Keep the weights of the linear layers in the layout that the processor multiplies by. Local.
+    """Keep the weights of the linear layers in the form that the processor multiplies by. Local.
 
     For inference on a CPU, where it makes a step with few rows about twice as fast. Weights in
     bf16 and fp32 that are large enough to gain are packed; others, and everything on a processor
@@ -158,8 +227,10 @@ def pack_weights(
             `state_dict` and gradients from then on.
         only: Names of the layers to pack; None for all.
         batch_invariant: True to give each layer a form in which the bits of a row do not depend on
-            the number of rows, however small the weight is. Products of bf16 on a processor with
-            AMX are computed in blocks of at most 32 rows, so that steps with more rows take longer.
+            the number of rows, however small the weight is. Products of bf16 by AMX are computed
+            in blocks of at most 32 rows, so that steps with more rows take longer.
+        most_rows: Rows of nearly all products, such as the requests of an engine; None if they are
+            not known. For up to 32 a weight in bf16 stays as it is where oneDNN uses AMX.
 
     Returns:
         Names of the layers whose weights were packed.
@@ -168,7 +239,7 @@ def pack_weights(
         UnsupportedError: There is no such form: the weights are neither bf16 nor fp32, not on a
             CPU, or the processor is not x86.
     """
-    make = invariant_weight if batch_invariant else packed_weight
+    make = invariant_weight if batch_invariant else partial(packed_weight, most_rows=most_rows)
     return replace_weights(linear_layers(model, only=only), make)
 
 
@@ -193,7 +264,7 @@ def check_batch_invariant(model: object) -> None:
         if product is None:
             is_fit = layer.weight.is_cpu and _is_invariant_unpacked(layer.weight.dtype)
         else:
-            is_fit = isinstance(product, PackedWeight) and product.is_batch_invariant
+            is_fit = getattr(product, "is_batch_invariant", False)
         if not is_fit:
             raise ConfigError(
                 "Engine: batch_invariant=True",
@@ -212,7 +283,7 @@ def _is_invariant_unpacked(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported()
 
 
-def invariant_weight(weight_OI: Tensor) -> PackedWeight | None:
+def invariant_weight(weight_OI: Tensor) -> PackedWeight | FewRowsWeight | None:
     """A form whose rows do not depend on their number; None if the weight as it is has that. Local.
 
     Args:
@@ -226,8 +297,10 @@ def invariant_weight(weight_OI: Tensor) -> PackedWeight | None:
     if is_known and weight_OI.dtype in _FEWEST_ELEMENTS:
         if _is_invariant_unpacked(weight_OI.dtype):
             return None
+        if weight_OI.dtype == torch.bfloat16 and uses_bf16_tiles():
+            return FewRowsWeight(weight_OI, batch_invariant=True)
         try:
-            return PackedWeight(weight_OI, batch_invariant=True)
+            return PackedWeight(weight_OI, doubles_one_row=True)
         except (RuntimeError, AttributeError) as error:
             place += f", where oneDNN does not pack it ({error})"
     raise UnsupportedError(
@@ -238,15 +311,21 @@ def invariant_weight(weight_OI: Tensor) -> PackedWeight | None:
     )
 
 
-def packed_weight(weight_OI: Tensor) -> PackedWeight | None:
-    """A weight packed, if it is large enough to gain and can be packed here; None if not. Local.
+def packed_weight(
+    weight_OI: Tensor, *, most_rows: int | None = None
+) -> PackedWeight | FewRowsWeight | None:
+    """A form for few rows, if a weight is large enough to gain and has one here; or None. Local.
 
     Args:
-        weight_OI: Weight `[O, I]` of any dtype on any device; its numbers are copied.
+        weight_OI: Weight `[O, I]` of any dtype on any device.
+        most_rows: Rows of nearly all products; None if they are not known.
     """
     fewest = _FEWEST_ELEMENTS.get(weight_OI.dtype)
     if fewest is None or weight_OI.device.type != "cpu" or weight_OI.numel() < fewest:
         return None
+    is_by_tiles = weight_OI.dtype == torch.bfloat16 and uses_bf16_tiles()
+    if is_by_tiles and most_rows is not None and most_rows <= _MOST_ROWS_OF_TILES:
+        return FewRowsWeight(weight_OI)
     try:
         return PackedWeight(weight_OI)
     except (RuntimeError, AttributeError):
