@@ -41,6 +41,9 @@ _MOST_ROWS_OF_TILES = 32
 # Rows up to which torch turns what AMX gives in less time than it brings a weight into blocks.
 _MOST_ROWS_ACROSS = 64
 
+# Elements of a weight up to which torch multiplies one row without oneDNN.
+_MOST_ELEMENTS_OF_OWN = 1 << 12
+
 # Limits of oneDNN under which it multiplies bf16 by instructions for fp32, and those without tiles.
 _WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 _WITHOUT_TILES = (
@@ -143,8 +146,11 @@ class FewRowsWeight:
     """
 
     def __init__(self, weight_OI: Tensor, *, batch_invariant: bool = False) -> None:
-        self._weight_OI = weight_OI.contiguous()
-        self.nbytes = weight_OI.nbytes
+        self.nbytes, self._num_outputs = weight_OI.nbytes, weight_OI.shape[0]
+        # Rows of zeros make a small weight large enough for oneDNN.
+        least = _MOST_ELEMENTS_OF_OWN // weight_OI.shape[1] + 1
+        self._num_added = max(0, least - self._num_outputs)
+        self._weight_OI = self._padded(weight_OI).contiguous()
         self.is_batch_invariant = batch_invariant
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -155,29 +161,41 @@ class FewRowsWeight:
         """
         weight_OI = self._weight_OI
         _check_input(x, weight_OI.dtype)
-        num_outputs, num_inputs = weight_OI.shape
-        x_MI = x.reshape(-1, num_inputs) if x.dim() != 2 else x
+        x_MI = x if x.dim() == 2 else x.reshape(-1, weight_OI.shape[1])
         num_rows = x_MI.shape[0]
-        if num_rows == 1:
-            x_I = x_MI[0]
-            y = torch.mv(weight_OI, x_I) if bias is None else torch.addmv(bias, weight_OI, x_I)
-        elif self.is_batch_invariant and num_rows > _MOST_ROWS_OF_TILES:
-            y = torch.cat([self(part, bias) for part in x_MI.split(_MOST_ROWS_OF_TILES)])
+        if bias is not None:
+            bias = self._padded(bias)
+        if self.is_batch_invariant and num_rows > _MOST_ROWS_OF_TILES:
+            parts = x_MI.split(_MOST_ROWS_OF_TILES)
+            y_MO = torch.cat([_few_rows(part, weight_OI, bias) for part in parts])
         elif num_rows > _MOST_ROWS_ACROSS:
-            y = F.linear(x_MI, weight_OI, bias)
+            y_MO = F.linear(x_MI, weight_OI, bias)
         else:
-            x_IM = x_MI.t()
-            y_OM = (
-                torch.mm(weight_OI, x_IM)
-                if bias is None
-                else torch.addmm(bias.unsqueeze(1), weight_OI, x_IM)
-            )
-            y = y_OM.t().contiguous()
-        return y.view(*x.shape[:-1], num_outputs)
+            y_MO = _few_rows(x_MI, weight_OI, bias)
+        if self._num_added:
+            y_MO = y_MO[:, : self._num_outputs].contiguous()
+        return y_MO.view(*x.shape[:-1], self._num_outputs)
+
+    def _padded(self, outputs_first: Tensor) -> Tensor:
+        if not self._num_added:
+            return outputs_first
+        return F.pad(outputs_first, (0, 0) * (outputs_first.dim() - 1) + (0, self._num_added))
 
     def __deepcopy__(self, memo: dict[int, object]) -> FewRowsWeight:
         """Give this one itself, which nothing changes."""
         return self
+
+
+def _few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """`[M, O]`, contiguous, with the weight on the left."""
+    if x_MI.shape[0] == 1:
+        x_I = x_MI[0]
+        y_O = torch.mv(weight_OI, x_I) if bias_O is None else torch.addmv(bias_O, weight_OI, x_I)
+        return y_O.unsqueeze(0)
+    x_IM = x_MI.t()
+    if bias_O is None:
+        return torch.mm(weight_OI, x_IM).t().contiguous()
+    return torch.addmm(bias_O.unsqueeze(1), weight_OI, x_IM).t().contiguous()
 
 
 def _check_input(x: Tensor, dtype: torch.dtype) -> None:
