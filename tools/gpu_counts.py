@@ -289,7 +289,8 @@ Counted on a CPU with torch {torch}, on tensors that have shapes and no memory:
 `python tools/gpu_counts.py` writes this page, and a test compares it. No GPU was used, and nothing
 here is a time. An operation that torch hands to a device is one launch, a view none; a library may
 make more of a product. Bytes are those that operations read and write, as if no cache kept them.
-No kernel of flash-linear-attention is there.
+No kernel of flash-linear-attention is there. What our own kernels are compiled to is
+[on a page beside](gpu-kernels.md).
 
 ## Serving
 

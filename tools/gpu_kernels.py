@@ -9,129 +9,55 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # Test support and benchmarks are no part of the wheels.
-for _kind in ("tests", "benchmarks"):
-    for _folder in sorted(Path(__file__).parents[1].glob(f"packages/*/{_kind}")):
-        if str(_folder) not in sys.path:
-            sys.path.append(str(_folder))
-
-from core_support.kernel_launches import compiled, recorded
-from gdn_cp_support.pack_launches import launch_of as pack_launch_of
-from nvls_bench.on_host import recorded_launches
-from nvls_support.compiled import CompiledKernel, compile_kernel
+sys.path.extend(map(str, Path(__file__).parents[1].glob("packages/*/[tb]e*s")))
 
 import gpu_counts
+from bandwidth_model import GPUS, LIMITS, LINK_LATENCY_S, Gpu, Needs, share
+from core_support.kernel_launches import compiled, recorded
+from gdn_cp_support.pack_launches import launch_of as pack_launch_of
 from machine_code import Reading, read_code
+from nvls_bench.on_host import recorded_launches
+from nvls_support.compiled import CompiledKernel, compile_kernel
 from pcomm.core.kernel_launch import KernelLaunch
 from repository import ROOT
 
-__all__ = ["GPUS", "PAGE", "Gpu", "Kernel", "Needs", "kernels", "page", "release", "row", "share"]
+__all__ = ["PAGE", "Kernel", "Row", "kernels", "page", "release", "row"]
 
 PAGE = ROOT / "docs" / "gpu-kernels.md"
 RANKS = 8
 
 
-# -- what a GPU has --------------------------------------------------------------------------
-
-
-class Gpu(NamedTuple):
-    """A GPU of one architecture. Assumptions from what is published; none was measured here."""
-
-    name: str
-    capability: int
-    multiprocessors: int
-    bytes_per_s: float
-    """Of its memory."""
-
-    bytes_in_flight: int
-    """How many of a multiprocessor saturate that memory."""
-
-    link_bytes_per_s: float
-    """NVLink, one direction."""
-
-    @property
-    def latency_s(self) -> float:
-        """Time of a load when memory is saturated, as those bytes imply."""
-        return self.bytes_in_flight * self.multiprocessors / self.bytes_per_s
-
-
-# Data sheets of NVIDIA for H100 SXM and B200. Bytes in flight: "CUDA Techniques to Maximize Memory
-# Bandwidth and Hide Latency", GTC 2025.
-GPUS = (
-    Gpu("H100 SXM", 90, 132, 3.35e12, 32 << 10, 450e9),
-    Gpu("B200", 100, 148, 8.0e12, 40 << 10, 900e9),
-)
-# A load from another GPU, through a switch. No published figure is behind this one.
-LINK_LATENCY_S = 2e-6
-# Of a multiprocessor of 9.0 and of 10.0: CUDA C++ Programming Guide, technical specifications for
-# each compute capability; granularities as in the occupancy calculator of Nsight Compute; columns of
-# tensor memory, which Hopper has none of: PTX ISA, tcgen05.
-_WARPS, _BLOCKS, _QUARTERS = 64, 32, 4
-_REGISTERS, _REGISTERS_AT_A_TIME = 1 << 16, 256
-_SHARED, _SHARED_OF_SYSTEM, _SHARED_AT_A_TIME = 228 << 10, 1 << 10, 128
-_TENSOR_COLUMNS = 512
-
-
-class Needs(NamedTuple):
-    """What a block asks of a multiprocessor."""
-
-    warps: int
-    registers: int
-    """Of a thread."""
-
-    shared_bytes: int = 0
-    tensor_columns: int = 0
-
-    def fitting(self) -> tuple[int, str]:
-        """How many blocks fit at a time, and what there would have to be more of."""
-        of_warp = -(-32 * self.registers // _REGISTERS_AT_A_TIME) * _REGISTERS_AT_A_TIME
-        warps = _REGISTERS // _QUARTERS // of_warp * _QUARTERS
-        shared = -(-self.shared_bytes // _SHARED_AT_A_TIME) * _SHARED_AT_A_TIME
-        found = {
-            "blocks": _BLOCKS,
-            "threads": _WARPS // self.warps,
-            "registers": warps // self.warps,
-            "shared memory": _SHARED // (shared + _SHARED_OF_SYSTEM),
-        }
-        if self.tensor_columns:
-            found["tensor memory"] = _TENSOR_COLUMNS // self.tensor_columns
-        limit = min(found, key=lambda name: found[name])
-        return found[limit], limit
-
-
-def share(gpu: Gpu, needs: Needs, num_blocks: int, thread_bytes: int, *, over_link: bool) -> float:
-    """Which part of the bandwidth the loads on their way can have, by Little's law; at most 1.
-
-    Args:
-        gpu: GPU.
-        needs: What a block asks for.
-        num_blocks: Blocks of the launch.
-        thread_bytes: Bytes that a thread has on the way.
-        over_link: Whether NVLink is the limit, in place of memory.
-    """
-    resident = min(num_blocks, needs.fitting()[0] * gpu.multiprocessors)
-    on_the_way = resident * needs.warps * 32 * thread_bytes
-    if over_link:
-        return min(1.0, on_the_way / LINK_LATENCY_S / gpu.link_bytes_per_s)
-    return min(1.0, on_the_way / gpu.latency_s / gpu.bytes_per_s)
-
-
 # -- what is launched ------------------------------------------------------------------------
 
 
+class Compiled(NamedTuple):
+    """The code of a kernel, and what a block has beside."""
+
+    code: CompiledKernel
+    num_warps: int
+    tensor_columns: int
+
+
 class Kernel(NamedTuple):
-    """A kernel with the grid of one launch, which compiles it."""
+    """A kernel with the grid of one launch, as which it is compiled."""
 
     package: str
     name: str
     num_blocks: int
-    compile: Callable[[], tuple[CompiledKernel, int, int]]
-    """The code, the warps of a block, and its columns of tensor memory."""
+    compile: Callable[[], Compiled]
+
+    @property
+    def over_link(self) -> bool:
+        """Whether what it moves is between GPUs."""
+        return self.package == "nvls"
 
 
 def kernels(gpu: Gpu) -> list[Kernel]:
@@ -140,15 +66,13 @@ def kernels(gpu: Gpu) -> list[Kernel]:
 
 
 def _of_nvls(gpu: Gpu) -> list[Kernel]:
-    """Each operation on 2,048 rows of 4,096 numbers; those for what is small on 64 rows of 512."""
     found: dict[str, Any] = {}
-    large = {"rows": 2048, "hidden": 4096, "lamport": False}
-    for sizes in (large, {}):
-        for launch in recorded_launches(RANKS, gpu.capability, **sizes).values():
-            # By multicast where there is that: it stands before copies between peers.
-            found.setdefault(launch.kernel.__name__, launch)
+    large = recorded_launches(RANKS, gpu.capability, rows=2048, hidden=4096, lamport=False)
+    # By multicast where there is that: it stands before copies between peers.
+    for launch in (*large.values(), *recorded_launches(RANKS, gpu.capability).values()):
+        found.setdefault(launch.kernel.__name__, launch)
 
-    def compile_it(launch: Any) -> tuple[CompiledKernel, int, int]:
+    def compile_it(launch: Any) -> Compiled:
         made = compile_kernel(
             launch.kernel,
             launch.arguments,
@@ -156,54 +80,49 @@ def _of_nvls(gpu: Gpu) -> list[Kernel]:
             num_warps=launch.num_warps,
             max_registers=launch.max_registers,
         )
-        return made, launch.num_warps, 0
+        return Compiled(made, launch.num_warps, 0)
 
     return [
-        Kernel("pcomm-nvls", name, one.num_blocks, lambda one=one: compile_it(one))
+        Kernel("nvls", name, one.num_blocks, partial(compile_it, one))
         for name, one in found.items()
     ]
 
 
 def _of_gdn_cp(gpu: Gpu) -> list[Kernel]:
-    """A layer of Gated DeltaNet as in docs/gpu-counts.md, and packs of its sections on 8 ranks."""
     with recorded() as launches:
         gpu_counts.layers(list(gpu_counts.SHAPES)[:1])
     for case in ("pack", "unpack"):
         tiles = pack_launch_of(case, RANKS, tokens=gpu_counts.TOKENS // RANKS, device="meta")
         grid = (tiles.num_programs,)
         launches.append(KernelLaunch(tiles.kernel, grid, tiles.arguments, tiles.device))
-    return _representatives("pcomm-gdn-cp", launches, gpu)
+    return _most_frequent("gdn-cp", launches, gpu)
 
 
 def _of_inference(gpu: Gpu) -> list[Kernel]:
-    """The steps of docs/gpu-counts.md."""
     with recorded() as launches:
         gpu_counts.steps()
-    return _representatives("pcomm-inference", launches, gpu)
+    return _most_frequent("inference", launches, gpu)
 
 
-def _representatives(package: str, launches: Iterable[KernelLaunch], gpu: Gpu) -> list[Kernel]:
-    """Of each kernel the launch that is made most often, and of those the one of most blocks."""
+def _most_frequent(package: str, launches: Iterable[KernelLaunch], gpu: Gpu) -> list[Kernel]:
+    """Of each kernel the grid that is launched most often, of those the largest, and its last."""
     by_name: dict[str, dict[int, KernelLaunch]] = {}
     times: Counter[tuple[str, int]] = Counter()
     for launch in launches:
-        name, blocks = launch.kernel.__name__, 1
-        for size in launch.grid:
-            blocks *= size
+        name, blocks = launch.kernel.__name__, prod(launch.grid)
         by_name.setdefault(name, {})[blocks] = launch
         times[name, blocks] += 1
 
-    def compile_it(launch: KernelLaunch) -> tuple[CompiledKernel, int, int]:
+    def compile_it(launch: KernelLaunch) -> Compiled:
         made = compiled(launch, gpu.capability)
         asm, told = made.asm, made.metadata
         code = CompiledKernel(gpu.capability, asm["ptx"], asm["cubin"], told.shared)
-        return code, told.num_warps, getattr(told, "tmem_size", 0)
+        return Compiled(code, told.num_warps, told.tmem_size if gpu.capability >= 100 else 0)
 
     found = []
-    for name, of_blocks in by_name.items():
-        blocks = max(of_blocks, key=lambda n, name=name: (times[name, n], n))
-        one = of_blocks[blocks]
-        found.append(Kernel(package, name, blocks, lambda one=one: compile_it(one)))
+    for name, launch_of in by_name.items():
+        _, blocks = max((times[name, blocks], blocks) for blocks in launch_of)
+        found.append(Kernel(package, name, blocks, partial(compile_it, launch_of[blocks])))
     return found
 
 
@@ -214,49 +133,180 @@ class Row(NamedTuple):
     """A kernel on a GPU."""
 
     kernel: Kernel
+    gpu: Gpu
     needs: Needs
     spilled_bytes: int
     reading: Reading
-    share: float
-
-    def text(self, gpu: Gpu) -> str:
-        """The line of the table."""
-        fit, limit = self.needs.fitting()
-        read = self.reading
-        loads = " + ".join(f"{n} x {width}" for width, n in sorted(read.loads.items())[::-1])
-        of_thread = self.needs.warps * 32 * fit * read.num_bytes / 1024
-        cells = [
-            *(f"`{self.kernel.name}`", f"{self.kernel.num_blocks:,}", self.needs.warps),
-            *(self.needs.registers, self.spilled_bytes, f"{self.needs.shared_bytes / 1024:.1f}"),
-            *(f"{fit}, {limit}", f"{loads}{'' if read.in_loop else ', no loop'}"),
-            *(", ".join(read.divisions) or "-", ", ".join(read.products) or "-"),
-            *(f"{of_thread:.1f}", f"{100 * self.share:.0f} %"),
-        ]
-        return f"| {' | '.join(map(str, cells))} |\n"
-
-    def reason(self, gpu: Gpu) -> str:
-        """Why it has less than half of the bandwidth."""
-        fit, limit = self.needs.fitting()
-        least = 1 << 40
-        many = share(gpu, self.needs, least, self.reading.num_bytes, over_link=self.over_link)
-        text = f"{self.reading.num_bytes} bytes of a thread"
-        if many >= 0.5:
-            return f"{self.kernel.num_blocks:,} blocks of {32 * self.needs.warps} threads, {text}"
-        warps = fit * self.needs.warps
-        return f"{text}, {warps} of {_WARPS} warps, for {limit}"
 
     @property
-    def over_link(self) -> bool:
-        """Whether what it moves goes to other GPUs."""
-        return self.kernel.package == "pcomm-nvls"
+    def share(self) -> float:
+        """Of the bandwidth, as predicted."""
+        return self._share(self.kernel.num_blocks)
+
+    def text(self) -> str:
+        """The line of the table."""
+        needs, read = self.needs, self.reading
+        fit, limit = needs.fitting()
+        loads = " + ".join(f"{n} x {width}" for width, n in sorted(read.loads.items())[::-1])
+        full = 32 * needs.warps * fit * read.num_bytes / 1024
+        return _line(
+            *(self.kernel.package, f"`{self.kernel.name}`", f"{self.kernel.num_blocks:,}"),
+            *(needs.warps, needs.registers, self.spilled_bytes),
+            *(f"{needs.shared_bytes / 1024:.1f}", f"{fit}, {limit}"),
+            *(loads, "yes" if read.in_loop else "no"),
+            *(", ".join(read.divisions) or "-", ", ".join(read.products) or "-"),
+            *(f"{full:.0f}", f"{100 * self.share:.0f} %"),
+        )
+
+    def reason(self) -> str:
+        """What keeps it from more of the bandwidth."""
+        fit, limit = self.needs.fitting()
+        of_thread = f"{self.reading.num_bytes} bytes of a thread"
+        if self._share(1 << 40) < 0.5:
+            return f"{of_thread}, {fit * self.needs.warps} of {LIMITS.warps} warps for {limit}"
+        many = f"{self.kernel.num_blocks:,} blocks of {32 * self.needs.warps} threads"
+        return f"{of_thread}, {many} on {self.gpu.multiprocessors} multiprocessors"
+
+    def _share(self, blocks: int) -> float:
+        over_link, num_bytes = self.kernel.over_link, self.reading.num_bytes
+        return share(self.gpu, self.needs, blocks, num_bytes, over_link=over_link)
 
 
 def row(kernel: Kernel, gpu: Gpu) -> Row:
     """Compile and read a kernel."""
-    code, warps, columns = kernel.compile()
+    code, num_warps, columns = kernel.compile()
     used = code.resources()
-    needs = Needs(warps, used["REG"], code.shared_bytes, columns)
-    reading = read_code(code.machine_code())
-    over_link = kernel.package == "pcomm-nvls"
-    part = share(gpu, needs, kernel.num_blocks, reading.num_bytes, over_link=over_link)
-    return Row(kernel, needs, used["STACK"] + used["LOCAL"], reading, part)
+    needs = Needs(num_warps, used["REG"], code.shared_bytes, columns)
+    return Row(kernel, gpu, needs, used["STACK"] + used["LOCAL"], read_code(code.machine_code()))
+
+
+_HEAD = """\
+# Kernels by their machine code
+
+**Nothing here was measured, and no kernel ran on a GPU.** Triton {triton} compiled each for
+`sm_90a` and `sm_100a`, nvdisasm printed what came out, and `python tools/gpu_kernels.py` read that
+and wrote this page; a test compares it. Shares of a bandwidth are predictions, to be compared
+[when hardware is there](hardware-status.md).
+
+## What is read
+
+Kernels of pcomm-inference and pcomm-gdn-cp are compiled as in the steps and in the layer of Gated
+DeltaNet of [what a GPU is asked for](gpu-counts.md), with the grid that is launched most often;
+packs for {ranks} ranks. Those of pcomm-nvls are what `pcomm bench nvls` looks at, on {ranks} ranks,
+by multicast where there is that, of 16 MiB in bf16; Lamport's and the all-reduce in one shot of
+64 KiB. A kernel that only waits for other ranks is left out.
+
+- **blocks**: of the launch. **warps**: of a block. **registers**, **spilled**: of a thread, the
+  latter in bytes. **shared**: KiB of a block.
+- **fit**: how many blocks a multiprocessor takes at a time, by arithmetic, and what there is least
+  of.
+- **in flight**: the most loads of global memory that a thread has asked for and not waited for,
+  times their bytes, in the **loop** that loads most, or in the whole code where none loads. A load
+  ends where an instruction names its register, a copy to shared memory where its group is waited
+  for. No branch is taken, all predicates are true, and loops that wait for a rank are left out.
+- **divisions**: what is divided in any loop. `fp32` is the exact one, inline but for denormal
+  numbers; `int32` is some twenty instructions; `int64` would be a subroutine.
+- **KiB**: in flight to a multiprocessor that is full. **share**: of the bandwidth, by Little's law:
+  bytes in flight of all blocks that fit at a time, by the latency and the bandwidth.
+
+It is a bound from above: a thread has so many bytes in flight at one moment, not at all of them,
+and threads that read the same count twice. Stores, caches and the time of products are not in it.
+So a kernel that multiplies much may have less, and one that finds its bytes in L2 may have more.
+
+## What is assumed
+
+| GPU | multiprocessors | memory, TB/s | KiB in flight | latency, ns | NVLink, GB/s |
+|---|---|---|---|---|---|
+{gpus}
+Multiprocessors, memory and NVLink (one direction) are those of NVIDIA's data sheets. NVIDIA gives
+the bytes in flight with which a multiprocessor saturates that memory ("CUDA Techniques to Maximize
+Memory Bandwidth and Hide Latency", GTC 2025); from them comes the latency under load. That of a
+load over NVLink is {link:.0f} us, for which no published figure was found. Kernels of pcomm-nvls
+are compared with NVLink, the others with memory. A multiprocessor has {registers:,} registers,
+{shared_kib} KiB of shared memory, {warps} warps and {blocks} blocks (CUDA C++ Programming Guide,
+technical specifications of compute capabilities 9.0 and 10.0), and on Blackwell {tensor_columns}
+columns of tensor memory (PTX ISA, tcgen05).
+"""
+_COLUMNS = (
+    *("package", "kernel", "blocks", "warps", "registers", "spilled", "shared", "fit"),
+    *("in flight", "loop", "divisions", "tensor cores", "KiB", "share"),
+)
+_WHY = """
+## Why they are so
+
+- **Grids of pcomm-nvls** are those of its table without a measured policy: few blocks leave the
+  others to what computes beside them. Lamport's kernels and the one shot are for what is small,
+  where a barrier costs more than the bytes.
+- **A load at a time** in the gather and the reduce-scatter of rows that are counted on the device:
+  the host does not know whether four would leave threads without rows.
+- **Integers are divided** where rows of ranks stand side by side in the result.
+- **The recurrences spill** in products that are as exact as fp32 in three of TF32, and **one block
+  has all of the tensor memory** since Triton rounds the columns of all accumulators up to a power
+  of two.
+- **Scans** have a block for each head and piece of its state: a sequence is a chain of chunks.
+- **Gates, edits and the last step backward** read a few MB in all.
+- **Kernels that draw tokens** read logits that the first of them has read, 8 MB, again.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    assumed = "".join(
+        _line(
+            *(gpu.name, gpu.multiprocessors, f"{gpu.bytes_per_s / 1e12:g}"),
+            *(gpu.bytes_in_flight >> 10, f"{1e9 * gpu.latency_s:.0f}"),
+            f"{gpu.link_bytes_per_s / 1e9:.0f}",
+        )
+        for gpu in GPUS
+    )
+    text = _HEAD.format(
+        triton=release(),
+        ranks=RANKS,
+        gpus=assumed,
+        link=1e6 * LINK_LATENCY_S,
+        **LIMITS._asdict(),
+    )
+    for gpu in GPUS:
+        rows = [row(kernel, gpu) for kernel in kernels(gpu)]
+        text += f"\n## {gpu.name}, sm_{gpu.capability}\n\n{_line(*_COLUMNS)}"
+        text += "|---" * len(_COLUMNS) + "|\n" + "".join(one.text() for one in rows)
+        text += _findings(rows)
+    return text + _WHY
+
+
+def _findings(rows: Sequence[Row]) -> str:
+    """What the table says of defects."""
+    slow: dict[str, list[Row]] = {}
+    for one in rows:
+        if one.share < 0.5:
+            slow.setdefault(one.reason(), []).append(one)
+    text = "\nUnder half of the bandwidth:\n\n"
+    for reason, those in slow.items():
+        names = (f"`{one.kernel.name}` {100 * one.share:.0f} %" for one in those)
+        text += f"- {reason}: {', '.join(names)}.\n"
+    text += "\nOther things that a kernel should not have:\n\n"
+    kinds: dict[str, Callable[[Row], bool]] = {
+        "spills": lambda one: one.spilled_bytes > 0,
+        "few blocks for want of tensor memory": lambda one: (
+            one.needs.fitting()[1] == "tensor memory"
+        ),
+        "integers divided in a loop": lambda one: "int" in "".join(one.reading.divisions),
+        "a load at a time": lambda one: one.reading.loads.total() == 1,
+    }
+    for what, has in kinds.items():
+        names = (f"`{one.kernel.name}`" for one in rows if has(one))
+        text += f"- {what}: {', '.join(names) or 'none'}.\n"
+    return text
+
+
+def release() -> str:
+    """Triton's release, which compiles: `3.7.1`."""
+    return version("triton")
+
+
+def _line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -21,8 +21,7 @@ _REGISTER = re.compile(r"\bR(\d+)(\.64)?\b")
 _LOADS, _COPY = frozenset(("LDG", "LD", "LDGMC")), "LDGSTS"
 _BULK = ("UTMALDG", "UBLKCP")
 _PRODUCTS = re.compile(r"(?:H|I|Q|D|O)G?MMA|UTC\w*MMA")
-# Wider than what a thread asks for that waits for a word of another one.
-_WORD = 8
+_CLOCK = re.compile(r"SR_\w*(?:TIMER|CLOCK)")
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def most_in_flight(before: Iterable[Instruction], body: Iterable[Instruction]) -
     """Loads by their width in bytes, where most bytes are on their way in the body.
 
     Loads come in the order in which they were asked for. One is waited for where its register is
-    named, and a copy to shared memory where its group is; a branch is taken as if it were not there.
+    named, and a copy to shared memory where its group is. No branch is taken.
 
     Args:
         before: What a thread executes first.
@@ -217,9 +216,10 @@ def read_code(text: str) -> Reading:
     """Read a kernel as nvdisasm prints it."""
     code = instructions(text)
     found = loops(code)
-    hot = _hot_loop(code, found)
+    waits = _waits(code, found)
+    hot = _hot_loop(code, [[place for place in loop if place not in waits] for loop in found])
     if hot is None:
-        loads = most_in_flight([], code)
+        loads = most_in_flight([], (one for place, one in enumerate(code) if place not in waits))
     else:
         body = [code[place] for place in hot]
         # The second time it has what it leaves on the way to itself.
@@ -230,14 +230,18 @@ def read_code(text: str) -> Reading:
     return Reading(loads, hot is not None, tuple(sorted(divisions)), tuple(sorted(products)))
 
 
+def _waits(code: Sequence[Instruction], found: Sequence[Sequence[int]]) -> set[int]:
+    """Places in loops that ask for the same again until another rank has written, or time is up."""
+    timed = [set(loop) for loop in found if any(_CLOCK.search(code[n].operands) for n in loop)]
+    inner = [one for one in timed if not any(two < one for two in timed)]
+    return {place for loop in inner for place in loop}
+
+
 def _hot_loop(code: Sequence[Instruction], found: Sequence[Sequence[int]]) -> Sequence[int] | None:
-    """The loop without another one that loads most; not what waits for a word of another block."""
+    """The loop that loads most, of those within which no other one loads."""
 
     def loaded(loop: Sequence[int]) -> int:
-        own = [code[n] for n in loop if code[n].kind in _LOADS or code[n].kind == _COPY]
-        is_wait = all(".STRONG." in one.name for one in own)
-        total = sum(one.width for one in own)
-        return 0 if is_wait and total <= _WORD else total
+        return sum(code[n].width for n in loop if code[n].kind in {*_LOADS, _COPY})
 
     loading = [loop for loop in found if loaded(loop)]
     inner = [one for one in loading if not any(set(two) < set(one) for two in loading)]
