@@ -60,9 +60,10 @@ class Kernel(NamedTuple):
         return self.package == "nvls"
 
 
-def kernels(gpu: Gpu) -> list[Kernel]:
+def kernels(gpu: Gpu, packages: Iterable[str] = ("nvls", "gdn-cp", "inference")) -> list[Kernel]:
     """Each kernel once, as the launches compile it that other pages and benchmarks look at."""
-    return [*_of_nvls(gpu), *_of_gdn_cp(gpu), *_of_inference(gpu)]
+    found = {"nvls": _of_nvls, "gdn-cp": _of_gdn_cp, "inference": _of_inference}
+    return [kernel for package in packages for kernel in found[package](gpu)]
 
 
 def _of_nvls(gpu: Gpu) -> list[Kernel]:
