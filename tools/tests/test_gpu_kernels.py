@@ -204,6 +204,8 @@ def test_products_are_named_and_other_words_with_mma_are_not():
         (Needs(4, 33), 12, "registers"),
         # 40 registers are 1,280 of a warp, and a quarter has 16,384: 12 warps, four times.
         (Needs(4, 40), 12, "registers"),
+        # 51 of them fit into all registers, and 48 into four quarters.
+        (Needs(2, 40), 24, "registers"),
         (Needs(4, 41), 10, "registers"),
         (Needs(4, 128), 4, "registers"),
         (Needs(4, 129), 3, "registers"),
