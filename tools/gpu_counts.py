@@ -7,7 +7,7 @@ The models, the engine and the optimizer are those of a run. A test compares the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -230,9 +230,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def layers() -> list[Layer]:
+def layers(names: Iterable[str] = SHAPES) -> list[Layer]:
     """Each kind of mixer, forward and backward, in bf16 on one sequence of 16,384 tokens."""
-    return [_layer(name, letter, shape) for name, (letter, shape) in SHAPES.items()]
+    return [_layer(name, *SHAPES[name]) for name in names]
 
 
 def _layer(name: str, letter: str, shape: Mapping[str, Any]) -> Layer:
@@ -289,7 +289,8 @@ Counted on a CPU with torch {torch}, on tensors that have shapes and no memory:
 `python tools/gpu_counts.py` writes this page, and a test compares it. No GPU was used, and nothing
 here is a time. An operation that torch hands to a device is one launch, a view none; a library may
 make more of a product. Bytes are those that operations read and write, as if no cache kept them.
-No kernel of flash-linear-attention is there.
+No kernel of flash-linear-attention is there. What our own kernels are compiled to is
+[on a page beside](gpu-kernels.md).
 
 ## Serving
 

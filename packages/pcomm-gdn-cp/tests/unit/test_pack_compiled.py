@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
-from pcomm.gdn_cp import GdnSpec, HeadShare
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
@@ -28,9 +24,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import create_function_from_signature
 
-SPEC = GdnSpec(16, 32, 128, 128)
-TOKENS = 256
-CASES = ["pack", "pack of columns first", "take rows", "take rows of parts", "unpack"]
+from gdn_cp_support.pack_launches import CASES, launch_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,32 +34,6 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         patch.delenv("TRITON_INTERPRET", raising=False)
         yield
-
-
-def launch_of(case: str, size: int) -> Any:
-    from pcomm.gdn_cp import triton_packing as packing
-
-    shares = HeadShare(SPEC, size, 0).sections
-    columns = packing.columns_of([share.columns for share in shares])
-
-    def empty(rows: int, width: int) -> Tensor:
-        return torch.empty(rows, width, dtype=torch.bfloat16)
-
-    sections = [empty(TOKENS, share.section.width) for share in shares]
-    message = empty(size * TOKENS, sum(share.width for share in shares))
-    if case == "unpack":
-        return packing.unpack_launch(message, columns, sections)
-    if case == "pack":
-        return packing.pack_launch(sections, columns, message, None, size)
-    if case == "pack of columns first":
-        sections = [x.t().contiguous().t() for x in sections]
-        return packing.pack_launch(sections, columns, message, None, size)
-    widths = [share.width for share in shares] if case == "take rows of parts" else [
-        message.shape[1]
-    ]  # fmt: skip
-    parts = [empty(len(message), width) for width in widths]
-    order = torch.arange(len(message))
-    return packing.pack_launch(parts, packing.side_by_side(widths), message, order, 1)
 
 
 @cache

@@ -139,19 +139,30 @@ def builds(*, world: int, architectures: Sequence[int]) -> Iterator[Build]:
                 yield Build(operation, algorithm, architecture, seconds, *used, *grid)
 
 
-def recorded_launches(world: int, architecture: int) -> dict[tuple[str, str], Launch]:
-    """What each operation would launch on ranks that are not there, by operation and algorithm."""
+def recorded_launches(
+    world: int, architecture: int, *, rows: int = 64, hidden: int = 512, lamport: bool = True
+) -> dict[tuple[str, str], Launch]:
+    """What each operation would launch on ranks that are not there, by operation and algorithm.
+
+    Args:
+        world: Number of ranks.
+        architecture: Architecture, 90 for Hopper.
+        rows: Number of rows of the whole tensor, as in `calls`.
+        hidden: Length of a row.
+        lamport: Whether that algorithm is among them, which takes small tensors only.
+    """
     found: dict[tuple[str, str], Launch] = {}
     with (
         fake_driver(architecture),
         # With `debug` no call is kept, of which there would have to be a compiled kernel.
-        fake_workspace(world, 1 << 24, capability=architecture, debug=True) as workspace,
+        fake_workspace(world, 1 << 26, capability=architecture, debug=True) as workspace,
     ):
         launches: list[Launch] = []
         workspace.launcher.run = launches.append  # type: ignore[method-assign, assignment]
-        for case, run in calls(workspace).items():
-            run()
-            found[case] = launches[-1]
+        for case, run in calls(workspace, rows=rows, hidden=hidden).items():
+            if lamport or case[1] != "lamport":
+                run()
+                found[case] = launches[-1]
     return found
 
 

@@ -240,6 +240,20 @@ def test_results_over_their_inputs(rank: int) -> None:
 
 
 @ranks(2)
+def test_long_tensors_are_gathered_together(rank: int) -> None:
+    """By four vectors of a thread at a time where the shortest has them, and by one."""
+    with workspaces() as (workspace, _):
+        for lengths in ((1023, 1024), (1024, 1200), (2047, 2300), (2048, 2049)):
+            for algo in ("multimem", "p2p"):
+                case = random.Random(sum(lengths))
+                of_ranks = [tensors(case, torch.float32, (4 * n,), 2) for n in lengths]
+                xs = [one[rank] for one in of_ranks]
+                found = nvls.all_gather_coalesced(xs, algo=algo, strict=True, workspace=workspace)
+                for one, every in zip(found, of_ranks, strict=True):
+                    assert torch.equal(one, every.flatten())
+
+
+@ranks(2)
 def test_numbers_of_barriers(rank: int) -> None:
     """One for eight tensors, one for a small all-reduce, two for a large one."""
     with workspaces() as (workspace, _):

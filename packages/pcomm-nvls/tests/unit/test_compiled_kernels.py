@@ -197,7 +197,10 @@ def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["all_gather", "gather_to_rank", "reduce_scatter bf16", "one_shot bf16", "two_shot bf16"],
+    [
+        *("all_gather", "all_gather_coalesced", "gather_to_rank"),
+        *("reduce_scatter bf16", "one_shot bf16", "two_shot bf16"),
+    ],
 )
 def test_four_vectors_are_on_the_way_before_a_thread_stores_the_first(case: str) -> None:
     find = row_launch_of if case in ROW_CASES else launch_of

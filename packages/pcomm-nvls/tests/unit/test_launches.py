@@ -18,6 +18,7 @@ from nvls_support.fake_device import STREAM, FakeStream, fake_workspace
 from nvls_support.refusals import refused
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.nvls.collectives.gathers import (
+    all_gather_coalesced_launch,
     all_gather_into_tensor,
     all_gather_launch,
     gather_to_rank_launch,
@@ -237,10 +238,13 @@ def test_a_thread_moves_four_vectors_at_a_time_where_all_have_them(workspace, ve
     choice = Choice("multimem", num_blocks=32, num_warps=16, because="the largest grid")
     part = torch.empty(vectors, 8, dtype=torch.bfloat16)
     whole = torch.empty(SIZE * vectors, 8, dtype=torch.bfloat16)
+    longer = torch.empty(SIZE * SIZE * vectors, 8, dtype=torch.bfloat16)
     for launch in (
         all_gather_launch(workspace, choice, whole, part, 0),
         gather_to_rank_launch(workspace, choice, whole, part, 0, 0),
         reduce_scatter_launch(workspace, choice, part, whole, 0),
+        # The shortest of the tensors says it.
+        all_gather_coalesced_launch(workspace, choice, [(longer, whole), (whole, part)]),
         # In two shots, so a rank sums a segment.
         all_reduce_launch(workspace, choice, whole, whole),
     ):

@@ -282,7 +282,9 @@ def all_gather_coalesced_launch(
         arguments[f"x{i}"], arguments[f"out{i}"] = x.data_ptr(), out.data_ptr()
         arguments[f"n{i}"] = x.nbytes // VECTOR_BYTES
     kernel, used = all_gather_coalesced_kernel, tuple(chain.from_iterable(pairs))
-    return barrier_launch(kernel, workspace, choice, workspace.turn(), arguments, used)
+    # All blocks share each tensor.
+    shared = min(x.nbytes for _, x in pairs) // VECTOR_BYTES
+    return barrier_launch(kernel, workspace, choice, workspace.turn(), arguments, used, shared)
 
 
 def _stacked_shape(x: Tensor, size: int) -> tuple[int, ...]:
