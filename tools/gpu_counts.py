@@ -23,6 +23,7 @@ from pcomm.inference.attention.paged_attention import paged_attention
 from pcomm.inference.engine import runner
 from pcomm.inference.engine.scheduler import StepPlan
 from pcomm.inference.roofline.step_bytes import KeptBytes, step_bytes
+from pcomm.inference.upload import upload
 from pcomm.integration.config.rules import validate
 from pcomm.integration.config.sections import Config, ModelConfig
 from pcomm.integration.forecast.counted_step import StepCounter
@@ -77,7 +78,7 @@ def steps() -> list[Step]:
         temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
         presence_penalty=0.5, logit_bias={7: 1.0}, max_tokens=99, ignore_eos=True,
     )  # fmt: skip
-    with mock.patch.object(runner, "recorder_for", return_value=None):
+    with mock.patch.object(runner, "recorder_for", return_value=_Replayed()):
         return [
             _step(f"1 request, a token {decode}", 1),
             _step(f"32 requests, a token each {decode}", 32),
@@ -86,6 +87,19 @@ def steps() -> list[Step]:
             _step(f"31 requests so, likeliest tokens, and a prompt of {_CHUNK}", 31, prompt=_CHUNK),
             _step(f"a prompt of {_PROMPT:,}", 0, prompt=_PROMPT),
         ]
+
+
+class _Replayed:
+    """Runs a step again where a graph would replay it."""
+
+    def warm_up(self, body: Callable[[], Tensor]) -> None:
+        body()
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        def replay() -> None:
+            body()
+
+        return body(), replay
 
 
 _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
@@ -116,7 +130,10 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         # To the middle of a block: in the next step no request gets a new one.
         for _ in range(4 if decodes else 0):
             _done(engine)
-        engine._allocator.tables.send()
+        tables = engine._allocator.tables
+        tables.apply(upload(tables.changes(), GPU))
+        if engine._runner.graphs is not None and not prompt:
+            engine._runner.graphs.of(decodes)
         # Frequencies, which the first step computes.
         model._turns(torch.empty(1, dtype=torch.int64, device=GPU))
     if prompt:
@@ -124,11 +141,11 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
     lengths = [live.num_computed for live in engine._scheduler.running]
     after_model = attention = 0
 
-    def run(plan: StepPlan, run: Any = engine._runner.run) -> Tensor:
+    def run(*given: Any, run: Any = engine._runner.run) -> Any:
         nonlocal after_model
-        logits: Tensor = run(plan)
+        found = run(*given)
         after_model = counted.total
-        return logits
+        return found
 
     def attend(*tensors: Any, attend: Any = paged_attention, **options: Any) -> Tensor:
         nonlocal attention
@@ -166,9 +183,10 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
     return Step(name, counted, attention, counted.total - after_model, least.total)
 
 
-def _any_logits(plan: StepPlan) -> Tensor:
+def _any_logits(plan: StepPlan, told: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     rows = len(plan.decodes) + sum(len(chunk.logits_rows()) for chunk in plan.chunks)
-    return torch.empty(rows, VOCABULARY, dtype=torch.bfloat16, device=GPU)
+    logits = torch.empty(rows, VOCABULARY, dtype=torch.bfloat16, device=GPU)
+    return logits, upload(told, GPU)
 
 
 def _done(engine: Engine) -> list[RequestOutput]:
@@ -294,8 +312,10 @@ No kernel of flash-linear-attention is there.
 ## Serving
 
 The engine with a model in the shape of Llama 3.1 8B in bf16, {layers} layers. A step in which all
-requests decode is replayed as one CUDA graph with so many nodes; choosing the tokens comes behind
-it. The least GB are those of the weights, of the live keys and values, and of the logits.
+requests decode is replayed as one CUDA graph: the copy of its integers comes before, choosing the
+tokens behind it, and all other launches are its nodes. An upload is a copy from the host, which on
+CUDA reads pinned memory and waits for nothing; the wait is that for the tokens. The least GB are
+those of the weights, of the live keys and values, and of the logits.
 
 | step | launches | a layer | its attention | choosing | waits | uploads | GB | least | ratio |
 |---|---|---|---|---|---|---|---|---|---|
@@ -347,9 +367,11 @@ def page() -> str:
     )
     text += section()
     text += _GOALS
-    decode, many, drawn, changed, _, prompt = served
-    mixed = _a_layer(decode.counted.total - decode.sampling)
-    text += _goal("launches of a layer to decode", 7, mixed)
+    decode, many, drawn, changed, mixed, prompt = served
+    of_layer = _a_layer(decode.counted.total - decode.sampling)
+    text += _goal("uploads of a step", 1, max(one.counted.uploads for one in served))
+    text += _goal("waits of a step", 1, max(one.counted.waits for one in served))
+    text += _goal("launches of a layer to decode", 7, of_layer)
     text += _goal(
         "bytes of decoding, of the least", 1.05, many.counted.num_bytes / many.least_bytes
     )
@@ -358,6 +380,7 @@ def page() -> str:
     text += _goal(
         f"attention launches of a layer, prompt of {_PROMPT:,}", 2, _a_layer(prompt.attention)
     )
+    text += _goal("the same beside requests that decode", 3, _a_layer(mixed.attention))
     for layer in trained[:2]:
         kind = layer.name.partition(",")[0]
         text += _goal(f"{kind}, launches forward", 25, layer.forward.total)

@@ -1,0 +1,50 @@
+"""What the host tells a device, in one copy from pinned memory that the host does not wait for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["packed_int32", "unpacked_int32", "upload"]
+
+
+def upload(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Tensors of the host on a device, by one copy. Local.
+
+    The copy is put behind what the current stream of the device has to do. It reads pinned memory
+    of its own, which torch's allocator gives to nobody before the device has read it. So the parts
+    may change at once, and the host does not wait.
+
+    Args:
+        parts: Tensors on the host of one dtype and one dimension; some may be empty.
+        device: Where they are wanted.
+
+    Returns:
+        Views of one tensor of the device, in the same order; the parts themselves for a CPU.
+    """
+    if device.type == "cpu" or not parts:
+        return parts
+    sizes = [len(part) for part in parts]
+    pinned = torch.empty(sum(sizes), dtype=parts[0].dtype, pin_memory=device.type == "cuda")
+    torch.cat(list(parts), out=pinned)
+    return pinned.to(device, non_blocking=True).split_with_sizes(sizes)
+
+
+def packed_int32(numbers: Sequence[int]) -> array[int]:
+    """Integers of 32 bits, two in each of 64 bits, for a part of such. Local."""
+    halves = array("i", numbers)
+    halves.extend([0] * (len(halves) % 2))
+    return array("q", halves.tobytes())
+
+
+def unpacked_int32(part: Tensor, count: int) -> Tensor:
+    """int32 `[count]`, a view of what `packed_int32` made. Local.
+
+    Args:
+        part: int64, at least the integers that were made.
+        count: Number of integers of 32 bits.
+    """
+    return part.view(torch.int32)[:count]
