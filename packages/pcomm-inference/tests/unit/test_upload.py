@@ -244,6 +244,27 @@ def test_what_failed_is_told_again(late: LateDevice, on_cpu: dict[str, list[int]
     assert next(failures, "") == ""
 
 
+def test_entries_of_block_tables_are_told_until_the_device_has_them(late: LateDevice) -> None:
+    tables, on_host = BlockTables(3, 5, DEVICE), BlockTables(3, 5, CPU)
+    rows = torch.arange(4)
+    for writes, is_told in [
+        ([(1, 0, [7, 8, 9])], False),
+        ([(2, 4, [3])], True),
+        ([(1, 2, [5]), (2, 0, [1, 2])], False),
+        ([(1, 0, [0, 0]), (3, 1, [4, 6])], True),
+    ]:
+        for write in writes:
+            tables.write(*write)
+            on_host.write(*write)
+        # A step that fails before `apply` has told them in vain.
+        changes = upload(tables.changes(), DEVICE)
+        if is_told:
+            tables.apply(changes)
+            assert tables.changes() == on_host.changes() == ()
+            found = tables.select(rows.to(DEVICE), 4)
+            assert found.tolist() == on_host.select(rows, 4).tolist()
+
+
 def test_a_buffer_that_is_written_too_early_is_found(
     late: LateDevice, on_cpu: dict[str, list[int]]
 ) -> None:
@@ -259,7 +280,7 @@ def test_a_buffer_that_is_written_too_early_is_found(
         # Where the host has waited for each step before the next, it does no harm.
         assert written(late) == on_cpu
         # Places of blocks are read where what the sampler is told of the last part stands by now.
-        with pytest.raises(AssertionError, match="index_copy_.* out of bounds"):
+        with pytest.raises(AssertionError, match=r"index_copy_.* out of bounds"):
             written(late, max_batch_tokens=6)
 
 
