@@ -15,10 +15,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn_out
 
 from device_counter import Counted, counting
 from pcomm.gdn_cp.ops import Kernels
 from pcomm.inference import Engine, Request, RequestOutput, SamplingParams
+from pcomm.inference.attention import on_device
 from pcomm.inference.attention.paged_attention import paged_attention
 from pcomm.inference.engine import runner
 from pcomm.inference.engine.scheduler import StepPlan
@@ -61,7 +63,7 @@ class Step(NamedTuple):
     name: str
     counted: Counted
     attention: int
-    """Launches within the attention of all layers."""
+    """Launches within the attention of a layer; the first also makes what all of them share."""
 
     sampling: int
     """Launches behind the logits."""
@@ -78,7 +80,10 @@ def steps() -> list[Step]:
         temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
         presence_penalty=0.5, logit_bias={7: 1.0}, max_tokens=99, ignore_eos=True,
     )  # fmt: skip
-    with mock.patch.object(runner, "recorder_for", return_value=_Replayed()):
+    with (
+        mock.patch.object(runner, "recorder_for", return_value=_Replayed()),
+        mock.patch.object(on_device, "_attention_of_chunks", return_value=varlen_attn_out),
+    ):
         return [
             _step(f"1 request, a token {decode}", 1),
             _step(f"32 requests, a token each {decode}", 32),
@@ -151,7 +156,7 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         nonlocal attention
         before = counted.total
         mixed: Tensor = attend(*tensors, **options)
-        attention += counted.total - before
+        attention = counted.total - before
         return mixed
 
     by_kernel: dict[str, Callable[..., int]] = {
@@ -313,9 +318,11 @@ No kernel of flash-linear-attention is there.
 
 The engine with a model in the shape of Llama 3.1 8B in bf16, {layers} layers. A step in which all
 requests decode is replayed as one CUDA graph: the copy of its integers comes before, choosing the
-tokens behind it, and all other launches are its nodes. An upload is a copy from the host, which on
-CUDA reads pinned memory and waits for nothing; the wait is that for the tokens. The least GB are
-those of the weights, of the live keys and values, and of the logits.
+tokens behind it, and all other launches are its nodes. Its attention is that of a layer behind the
+first, which also makes what all share; chunks are one call of torch's `varlen_attn_out`. An upload
+is a copy from the host, which on CUDA reads pinned memory and waits for nothing; the wait is that
+for the tokens. The least GB are those of the weights, of the live keys and values, and of the
+logits.
 
 | step | launches | a layer | its attention | choosing | waits | uploads | GB | least | ratio |
 |---|---|---|---|---|---|---|---|---|---|
@@ -352,7 +359,7 @@ def page() -> str:
         c = one.counted
         cells = [
             *(one.name, f"{c.total:,}", f"{_a_layer(c.total - one.sampling):.1f}"),
-            *(f"{_a_layer(one.attention):.1f}", one.sampling, c.waits, c.uploads),
+            *(one.attention, one.sampling, c.waits, c.uploads),
             *(_gb(c.num_bytes), _gb(one.least_bytes), f"{c.num_bytes / one.least_bytes:.2f}"),
         ]
         text += _row(cells)
@@ -377,10 +384,8 @@ def page() -> str:
     )
     text += _goal("launches to draw tokens", 5, drawn.sampling)
     text += _goal("the same with filters and penalties", 5, changed.sampling)
-    text += _goal(
-        f"attention launches of a layer, prompt of {_PROMPT:,}", 2, _a_layer(prompt.attention)
-    )
-    text += _goal("the same beside requests that decode", 3, _a_layer(mixed.attention))
+    text += _goal(f"attention launches of a layer, prompt of {_PROMPT:,}", 2, prompt.attention)
+    text += _goal("the same beside requests that decode", 3, mixed.attention)
     for layer in trained[:2]:
         kind = layer.name.partition(",")[0]
         text += _goal(f"{kind}, launches forward", 25, layer.forward.total)

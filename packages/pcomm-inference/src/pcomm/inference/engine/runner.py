@@ -71,7 +71,7 @@ class ModelRunner:
         if (recorder := recorder_for(device)) is not None:
             self.graphs = DecodeGraphs(
                 self._padded_step,
-                lambda size: self._pack(StepPlan(), [], [], size),
+                lambda size: self._pack(StepPlan(), [], [], range(size + 1)),
                 recorder,
                 max_requests=settings.max_requests,
                 device=device,
@@ -100,18 +100,19 @@ class ModelRunner:
             graph = self.graphs.of(len(decodes))
         contexts = [live.num_computed for live in requests]
         padding = 0 if graph is None else graph.size - len(decodes)
+        lengths = [1] * (len(decodes) + padding) + [chunk.num_tokens for chunk in chunks]
+        cu_seqlens = tuple(accumulate(lengths, initial=0))
         changes = self._tables.changes()
-        parts = [self._pack(plan, requests, contexts, padding), *changes, *told]
+        parts = [self._pack(plan, requests, contexts, cu_seqlens), *changes, *told]
         packed, *others = upload(parts, self._device)
         self._tables.apply(others[: len(changes)])
         if graph is not None:
             self._times.lap("batch")
             logits = graph.run(packed)[: len(decodes)]
         else:
-            lengths = [1] * len(decodes) + [chunk.num_tokens for chunk in chunks]
             batch = self._batch_of(
                 packed,
-                cu_seqlens=(0, *accumulate(lengths)),
+                cu_seqlens=cu_seqlens,
                 context_lens=tuple(contexts),
                 first_blocks=tuple([live.first_block for live in requests]),
                 width=max([len(live.blocks) for live in requests]) if self._has_blocks else 0,
@@ -149,7 +150,7 @@ class ModelRunner:
         plan: StepPlan,
         requests: Sequence[RequestState],
         contexts: list[int],
-        padding: int,
+        cu_seqlens: Sequence[int],
     ) -> Tensor:
         """The integers of a plan, requests that decode before chunks, as `_batch_of` reads them.
 
@@ -157,8 +158,9 @@ class ModelRunner:
             plan: The tokens.
             requests: Its requests.
             contexts: Number of tokens of each that are computed.
-            padding: Number of requests with one token behind those of a plan without chunks, which
-                read and write a block and a slot that belong to no request.
+            cu_seqlens: Offsets of the requests in the tokens. There may be more requests of one
+                token behind those of a plan without chunks: they read and write a block and a slot
+                that belong to no request.
 
         Returns:
             int64 on the host, one dimension.
@@ -167,6 +169,7 @@ class ModelRunner:
         tokens = [live.tokens[-1] for live in decodes]
         positions = contexts[: len(decodes)]
         places = self._decode_places(decodes)
+        padding = len(cu_seqlens) - 1 - len(requests)
         rows = list(range(len(decodes) + padding))
         for chunk in plan.chunks:
             rows += [len(tokens) + row for row in chunk.logits_rows()]
@@ -186,7 +189,7 @@ class ModelRunner:
             packed.extend(numbers)
             packed.extend(nothing)
         packed.extend(rows)
-        packed += packed_int32([*contexts, *nothing])
+        packed += packed_int32([*contexts, *nothing, *cu_seqlens])
         return torch.frombuffer(packed, dtype=torch.int64)
 
     def _batch_of(
@@ -202,7 +205,8 @@ class ModelRunner:
 
         Args:
             packed: int64: token, position and place of keys and values of each token; state slot
-                and table row of each request; rows of the logits; context lengths, of 32 bits.
+                and table row of each request; rows of the logits; context lengths and
+                `cu_seqlens`, of 32 bits.
             cu_seqlens: Offsets of the requests in the tokens.
             context_lens: Number of tokens of each request before the step.
             first_blocks: First of the blocks of each request, where they are neighbours.
@@ -210,17 +214,20 @@ class ModelRunner:
         """
         num_tokens, num_requests = cu_seqlens[-1], len(context_lens)
         sizes = [num_tokens] * 3 + [num_requests] * 2
-        num_contexts = -(-num_requests // 2)
-        sizes += [packed.shape[0] - sum(sizes) - num_contexts, num_contexts]
-        tokens_T, positions_T, places_T, slots_N, tables_N, rows_L, contexts = (
+        sizes += [packed.shape[0] - sum(sizes) - num_requests - 1, num_requests + 1]
+        tokens_T, positions_T, places_T, slots_N, tables_N, rows_L, narrow = (
             packed.split_with_sizes(sizes)
+        )
+        contexts_N, offsets_N1 = unpacked_int32(narrow, 2 * num_requests + 1).split_with_sizes(
+            [num_requests, num_requests + 1]
         )
         return StepBatch(
             tokens_T=tokens_T,
             positions_T=positions_T,
             cu_seqlens=cu_seqlens,
+            cu_seqlens_N1=offsets_N1,
             context_lens=context_lens,
-            context_lens_N=unpacked_int32(contexts, num_requests),
+            context_lens_N=contexts_N,
             block_tables_NB=self._tables.select(tables_N, width),
             slot_mapping_T=places_T,
             first_blocks=first_blocks,
