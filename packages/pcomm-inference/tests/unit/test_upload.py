@@ -106,11 +106,13 @@ class Model(PlainLlama):
         # Not the embedding, by which the likeliest token would often be the one before.
         head = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
         self._head = WideWeight(head.to(device))
+        self.offsets: set[int] = set()
         self.norm_D, self.rotations = self.norm_D.to(device), self.rotations.to(device)
 
     def step(self, batch: Any, memory: Any) -> Tensor:
         if self.late is not None:
             self.uploads = self.late.uploads
+            self.offsets.add(batch.context_lens_N.storage_offset() * 4 % 16)
         logits = super().step(batch, memory)
         self.num_steps += 1
         if self.num_steps == self.failing:
@@ -170,6 +172,8 @@ def written(
                 uploads, waits = late.uploads - before[0], late.waits - before[1]
                 steps.append(Step(model.uploads - before[0], uploads, waits, bool(outputs)))
             number += 1
+    # As a tensor of its own: of a kernel there is one form.
+    assert model.offsets <= {0}
     stats = engine.stats()
     assert bool(stats.graph_sizes) == (recorder is not None), stats.graph_refusal
     engine.close()
@@ -327,6 +331,7 @@ def test_a_gpu_reads_pinned_memory() -> None:
     assert noted.copies == [(True, True, "cuda:1")]
     for one, part in zip(found, parts, strict=True):
         assert_equal(one, part)
+        assert one.data_ptr() % 16 == 0
     # On a CPU nothing is copied.
     assert upload(parts, CPU) is parts
 

@@ -11,6 +11,10 @@ from torch import Tensor
 __all__ = ["packed_int32", "unpacked_int32", "upload"]
 
 
+# Triton compiles a kernel once more for a tensor that begins elsewhere.
+_ALIGNMENT = 16
+
+
 def upload(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """Tensors of the host on a device, by one copy. Local.
 
@@ -23,14 +27,19 @@ def upload(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         device: Where they are wanted.
 
     Returns:
-        Views of one tensor of the device, in the same order; the parts themselves for a CPU.
+        Views of one tensor of the device, in the same order, aligned to 16 bytes; the parts
+        themselves for a CPU.
     """
     if device.type == "cpu" or not parts:
         return parts
-    sizes = [len(part) for part in parts]
-    pinned = torch.empty(sum(sizes), dtype=parts[0].dtype, pin_memory=device.type == "cuda")
-    torch.cat(list(parts), out=pinned)
-    return pinned.to(device, non_blocking=True).split_with_sizes(sizes)
+    dtype = parts[0].dtype
+    multiple = _ALIGNMENT // dtype.itemsize
+    sizes = [-(-len(part) // multiple) * multiple for part in parts]
+    pinned = torch.empty(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
+    for place, part in zip(pinned.split_with_sizes(sizes), parts, strict=True):
+        place[: len(part)].copy_(part)
+    sent = pinned.to(device, non_blocking=True).split_with_sizes(sizes)
+    return [place[: len(part)] for place, part in zip(sent, parts, strict=True)]
 
 
 def packed_int32(numbers: Sequence[int]) -> array[int]:

@@ -178,7 +178,9 @@ class ModelRunner:
             stop = chunk.start + chunk.num_tokens
             positions += range(chunk.start, stop)
             places += self._chunk_places(chunk.live, chunk.start, stop)
-        packed, nothing = array("q"), [0] * padding
+        nothing = [0] * padding
+        # Contexts first, where they are aligned: a kernel reads them.
+        packed = packed_int32([*contexts, *nothing, *cu_seqlens])
         for numbers in (
             tokens,
             positions,
@@ -189,7 +191,6 @@ class ModelRunner:
             packed.extend(numbers)
             packed.extend(nothing)
         packed.extend(rows)
-        packed += packed_int32([*contexts, *nothing, *cu_seqlens])
         return torch.frombuffer(packed, dtype=torch.int64)
 
     def _batch_of(
@@ -204,18 +205,18 @@ class ModelRunner:
         """The batch whose integers lie in one tensor on the device; only operations of the device.
 
         Args:
-            packed: int64: token, position and place of keys and values of each token; state slot
-                and table row of each request; rows of the logits; context lengths and
-                `cu_seqlens`, of 32 bits.
+            packed: int64: context lengths and `cu_seqlens`, of 32 bits; token, position and place
+                of keys and values of each token; state slot and table row of each request; rows
+                of the logits.
             cu_seqlens: Offsets of the requests in the tokens.
             context_lens: Number of tokens of each request before the step.
             first_blocks: First of the blocks of each request, where they are neighbours.
             width: Number of columns of the block tables.
         """
         num_tokens, num_requests = cu_seqlens[-1], len(context_lens)
-        sizes = [num_tokens] * 3 + [num_requests] * 2
-        sizes += [packed.shape[0] - sum(sizes) - num_requests - 1, num_requests + 1]
-        tokens_T, positions_T, places_T, slots_N, tables_N, rows_L, narrow = (
+        sizes = [num_requests + 1] + [num_tokens] * 3 + [num_requests] * 2
+        sizes.append(packed.shape[0] - sum(sizes))
+        narrow, tokens_T, positions_T, places_T, slots_N, tables_N, rows_L = (
             packed.split_with_sizes(sizes)
         )
         contexts_N, offsets_N1 = unpacked_int32(narrow, 2 * num_requests + 1).split_with_sizes(
