@@ -97,7 +97,7 @@ class LateDevice(TorchDispatchMode):
         if name == "_local_scalar_dense" or (is_copy and target == _HOST):
             self._wait()
             return func(self._numbers[args[0]], *args[1:], **kwargs)
-        if is_copy and not all(is_on_device or (False,)):
+        if is_copy and not all(is_on_device):
             args = self._uploaded(args, kwargs.get("non_blocking") or args[2:] == (True,))
         result = func(*args, **kwargs)
         if "device" in kwargs:

@@ -177,6 +177,11 @@ def test_torch_has_the_call_that_is_made(monkeypatch: pytest.MonkeyPatch) -> Non
     for capability, found in (((7, 5), None), ((8, 0), varlen.varlen_attn_out)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
         assert find(gpu) is found
+    # All are taken, down to the operation that CPUs do not have.
+    monkeypatch.setattr(on_device, "_attention_of_chunks", lambda device: varlen.varlen_attn_out)
+    one, pool = Tokens(9, (H, G), BF16, 0), Pool((H, G), BF16, 16)
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="_flash_attention_forw"):
+        pool.step_on_device([(one, 9)])
     given = signature(Dense.__call__).parameters
     taken = signature(varlen.varlen_attn_out).parameters
     assert [name for name in given if name != "self" and name not in taken] == []
