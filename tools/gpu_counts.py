@@ -91,6 +91,7 @@ def steps() -> list[Step]:
             _step("the same with filters and penalties", 32, params=changed),
             _step(f"31 requests so, likeliest tokens, and a prompt of {_CHUNK}", 31, prompt=_CHUNK),
             _step(f"a prompt of {_PROMPT:,}", 0, prompt=_PROMPT),
+            _step(f"its last {_CHUNK}, after the others", 0, prompt=_PROMPT, most=_PROMPT - _CHUNK),
         ]
 
 
@@ -110,7 +111,15 @@ class _Replayed:
 _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
 
 
-def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = _LIKELIEST) -> Step:
+def _step(
+    name: str,
+    decodes: int,
+    *,
+    prompt: int = 0,
+    most: int = 8192,
+    params: SamplingParams = _LIKELIEST,
+) -> Step:
+    """A step with a prompt, or the last chunk of one, of which a step has so many tokens."""
     config = validate(Config(model=ModelConfig(**LLAMA_8B)), 1).model
     model = LanguageModel(config, VOCABULARY, device=GPU, dtype=torch.bfloat16, initialise=False)
     engine = Engine(
@@ -119,7 +128,7 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         max_model_len=8192,
         num_blocks=(decodes + 2) * (_CONTEXT // 8) + _PROMPT,
         num_state_slots=1,
-        max_batch_tokens=8192,
+        max_batch_tokens=most,
         max_requests=decodes + 1,
         prefix_cache=False,
         device=GPU,
@@ -143,6 +152,10 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         model._turns(torch.empty(1, dtype=torch.int64, device=GPU))
     if prompt:
         engine.add(Request("prompt", (1,) * prompt, params))
+    if prompt > most:
+        with unused, counting():
+            _done(engine)
+    new_tokens = decodes + prompt % most
     lengths = [live.num_computed for live in engine._scheduler.running]
     after_model = attention = 0
 
@@ -178,10 +191,10 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         _done(engine)
     least = step_bytes(
         KeptBytes.of(model.memory_specs()),
-        weights=model.step_weights().most_read(decodes + prompt),
+        weights=model.step_weights().most_read(new_tokens),
         num_requests=decodes + bool(prompt),
         kept_tokens=sum(lengths),
-        new_tokens=decodes + prompt,
+        new_tokens=new_tokens,
         num_logits=(decodes + bool(prompt)) * VOCABULARY,
         logits_dtype=torch.bfloat16,
     )
@@ -374,7 +387,7 @@ def page() -> str:
     )
     text += section()
     text += _GOALS
-    decode, many, drawn, changed, mixed, prompt = served
+    decode, many, drawn, changed, mixed, prompt, _ = served
     of_layer = _a_layer(decode.counted.total - decode.sampling)
     text += _goal("uploads of a step", 1, max(one.counted.uploads for one in served))
     text += _goal("waits of a step", 1, max(one.counted.waits for one in served))
