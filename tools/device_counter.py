@@ -186,7 +186,8 @@ def _moved(func: Any, name: str, args: Any, given: Sequence[Tensor], made: Seque
         return sum(map(_extent, given)) if name == "copy_" else _extent(given[0])
     read = {id(one): _extent(one) for one in given}
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "out" and isinstance(value, Tensor):
+        # Where it is no result either, it is counted here, and written.
+        if argument.name == "out" and any(value is one for one in made):
             read.pop(id(value), None)
     return sum(read.values()) + sum(map(_extent, made))
 

@@ -15,14 +15,17 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn_out
 
 from device_counter import Counted, counting
 from pcomm.gdn_cp.ops import Kernels
 from pcomm.inference import Engine, Request, RequestOutput, SamplingParams
+from pcomm.inference.attention import on_device
 from pcomm.inference.attention.paged_attention import paged_attention
 from pcomm.inference.engine import runner
 from pcomm.inference.engine.scheduler import StepPlan
 from pcomm.inference.roofline.step_bytes import KeptBytes, step_bytes
+from pcomm.inference.upload import upload
 from pcomm.integration.config.rules import validate
 from pcomm.integration.config.sections import Config, ModelConfig
 from pcomm.integration.forecast.counted_step import StepCounter
@@ -60,7 +63,7 @@ class Step(NamedTuple):
     name: str
     counted: Counted
     attention: int
-    """Launches within the attention of all layers."""
+    """Launches within the attention of a layer; the first also makes what all of them share."""
 
     sampling: int
     """Launches behind the logits."""
@@ -77,7 +80,10 @@ def steps() -> list[Step]:
         temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
         presence_penalty=0.5, logit_bias={7: 1.0}, max_tokens=99, ignore_eos=True,
     )  # fmt: skip
-    with mock.patch.object(runner, "recorder_for", return_value=None):
+    with (
+        mock.patch.object(runner, "recorder_for", return_value=_Replayed()),
+        mock.patch.object(on_device, "_attention_of_chunks", return_value=varlen_attn_out),
+    ):
         return [
             _step(f"1 request, a token {decode}", 1),
             _step(f"32 requests, a token each {decode}", 32),
@@ -85,13 +91,35 @@ def steps() -> list[Step]:
             _step("the same with filters and penalties", 32, params=changed),
             _step(f"31 requests so, likeliest tokens, and a prompt of {_CHUNK}", 31, prompt=_CHUNK),
             _step(f"a prompt of {_PROMPT:,}", 0, prompt=_PROMPT),
+            _step(f"its last {_CHUNK}, after the others", 0, prompt=_PROMPT, most=_PROMPT - _CHUNK),
         ]
+
+
+class _Replayed:
+    """Runs a step again where a graph would replay it."""
+
+    def warm_up(self, body: Callable[[], Tensor]) -> None:
+        body()
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        def replay() -> None:
+            body()
+
+        return body(), replay
 
 
 _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
 
 
-def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = _LIKELIEST) -> Step:
+def _step(
+    name: str,
+    decodes: int,
+    *,
+    prompt: int = 0,
+    most: int = 8192,
+    params: SamplingParams = _LIKELIEST,
+) -> Step:
+    """A step with a prompt, or the last chunk of one, of which a step has so many tokens."""
     config = validate(Config(model=ModelConfig(**LLAMA_8B)), 1).model
     model = LanguageModel(config, VOCABULARY, device=GPU, dtype=torch.bfloat16, initialise=False)
     engine = Engine(
@@ -100,7 +128,7 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         max_model_len=8192,
         num_blocks=(decodes + 2) * (_CONTEXT // 8) + _PROMPT,
         num_state_slots=1,
-        max_batch_tokens=8192,
+        max_batch_tokens=most,
         max_requests=decodes + 1,
         prefix_cache=False,
         device=GPU,
@@ -116,25 +144,32 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         # To the middle of a block: in the next step no request gets a new one.
         for _ in range(4 if decodes else 0):
             _done(engine)
-        engine._allocator.tables.send()
+        tables = engine._allocator.tables
+        tables.apply(upload(tables.changes(), GPU))
+        if engine._runner.graphs is not None and not prompt:
+            engine._runner.graphs.of(decodes)
         # Frequencies, which the first step computes.
         model._turns(torch.empty(1, dtype=torch.int64, device=GPU))
     if prompt:
         engine.add(Request("prompt", (1,) * prompt, params))
+    if prompt > most:
+        with unused, counting():
+            _done(engine)
+    new_tokens = decodes + prompt % most
     lengths = [live.num_computed for live in engine._scheduler.running]
     after_model = attention = 0
 
-    def run(plan: StepPlan, run: Any = engine._runner.run) -> Tensor:
+    def run(*given: Any, run: Any = engine._runner.run) -> Any:
         nonlocal after_model
-        logits: Tensor = run(plan)
+        found = run(*given)
         after_model = counted.total
-        return logits
+        return found
 
     def attend(*tensors: Any, attend: Any = paged_attention, **options: Any) -> Tensor:
         nonlocal attention
         before = counted.total
         mixed: Tensor = attend(*tensors, **options)
-        attention += counted.total - before
+        attention = counted.total - before
         return mixed
 
     by_kernel: dict[str, Callable[..., int]] = {
@@ -156,19 +191,20 @@ def _step(name: str, decodes: int, *, prompt: int = 0, params: SamplingParams = 
         _done(engine)
     least = step_bytes(
         KeptBytes.of(model.memory_specs()),
-        weights=model.step_weights().most_read(decodes + prompt),
+        weights=model.step_weights().most_read(new_tokens),
         num_requests=decodes + bool(prompt),
         kept_tokens=sum(lengths),
-        new_tokens=decodes + prompt,
+        new_tokens=new_tokens,
         num_logits=(decodes + bool(prompt)) * VOCABULARY,
         logits_dtype=torch.bfloat16,
     )
     return Step(name, counted, attention, counted.total - after_model, least.total)
 
 
-def _any_logits(plan: StepPlan) -> Tensor:
+def _any_logits(plan: StepPlan, told: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     rows = len(plan.decodes) + sum(len(chunk.logits_rows()) for chunk in plan.chunks)
-    return torch.empty(rows, VOCABULARY, dtype=torch.bfloat16, device=GPU)
+    logits = torch.empty(rows, VOCABULARY, dtype=torch.bfloat16, device=GPU)
+    return logits, upload(told, GPU)
 
 
 def _done(engine: Engine) -> list[RequestOutput]:
@@ -295,8 +331,12 @@ No kernel of flash-linear-attention is there. What our own kernels are compiled 
 ## Serving
 
 The engine with a model in the shape of Llama 3.1 8B in bf16, {layers} layers. A step in which all
-requests decode is replayed as one CUDA graph with so many nodes; choosing the tokens comes behind
-it. The least GB are those of the weights, of the live keys and values, and of the logits.
+requests decode is replayed as one CUDA graph: the copy of its integers comes before, choosing the
+tokens behind it, and all other launches are its nodes. Its attention is that of a layer behind the
+first, which also makes what all share; chunks are one call of torch's `varlen_attn_out`. An upload
+is a copy from the host, which on CUDA reads pinned memory and waits for nothing; the wait is that
+for the tokens. The least GB are those of the weights, of the live keys and values, and of the
+logits.
 
 | step | launches | a layer | its attention | choosing | waits | uploads | GB | least | ratio |
 |---|---|---|---|---|---|---|---|---|---|
@@ -333,7 +373,7 @@ def page() -> str:
         c = one.counted
         cells = [
             *(one.name, f"{c.total:,}", f"{_a_layer(c.total - one.sampling):.1f}"),
-            *(f"{_a_layer(one.attention):.1f}", one.sampling, c.waits, c.uploads),
+            *(one.attention, one.sampling, c.waits, c.uploads),
             *(_gb(c.num_bytes), _gb(one.least_bytes), f"{c.num_bytes / one.least_bytes:.2f}"),
         ]
         text += _row(cells)
@@ -348,17 +388,18 @@ def page() -> str:
     )
     text += section()
     text += _GOALS
-    decode, many, drawn, changed, _, prompt = served
-    mixed = _a_layer(decode.counted.total - decode.sampling)
-    text += _goal("launches of a layer to decode", 7, mixed)
+    decode, many, drawn, changed, mixed, prompt, _ = served
+    of_layer = _a_layer(decode.counted.total - decode.sampling)
+    text += _goal("uploads of a step", 1, max(one.counted.uploads for one in served))
+    text += _goal("waits of a step", 1, max(one.counted.waits for one in served))
+    text += _goal("launches of a layer to decode", 7, of_layer)
     text += _goal(
         "bytes of decoding, of the least", 1.05, many.counted.num_bytes / many.least_bytes
     )
     text += _goal("launches to draw tokens", 5, drawn.sampling)
     text += _goal("the same with filters and penalties", 5, changed.sampling)
-    text += _goal(
-        f"attention launches of a layer, prompt of {_PROMPT:,}", 2, _a_layer(prompt.attention)
-    )
+    text += _goal(f"attention launches of a layer, prompt of {_PROMPT:,}", 2, prompt.attention)
+    text += _goal("the same beside requests that decode", 3, mixed.attention)
     for layer in trained[:2]:
         kind = layer.name.partition(",")[0]
         text += _goal(f"{kind}, launches forward", 25, layer.forward.total)

@@ -78,6 +78,7 @@ class StepPools:
             tokens_T=torch.tensor(tokens),
             positions_T=torch.cat(positions),
             cu_seqlens=tuple(offsets),
+            cu_seqlens_N1=torch.tensor(offsets, dtype=torch.int32),
             context_lens=tuple(contexts),
             context_lens_N=torch.tensor(contexts, dtype=torch.int32),
             block_tables_NB=self.blocks[order].to(torch.int32),

@@ -87,6 +87,7 @@ class Pool:
             tokens_T=nothing,
             positions_T=nothing,
             cu_seqlens=tuple(cu_seqlens),
+            cu_seqlens_N1=torch.tensor(cu_seqlens, dtype=torch.int32),
             context_lens=contexts,
             context_lens_N=torch.tensor(contexts, dtype=torch.int32),
             block_tables_NB=torch.tensor(tables, dtype=torch.int32),

@@ -44,7 +44,7 @@ def row(position: int = 0, **settings: Any) -> SamplingRow:
 def by_kernels(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     """What the sampler does where logits are on a GPU."""
     sampler = Sampler(logits.shape[1], "cpu")
-    sampler._has_kernels = lambda logits: True  # type: ignore[method-assign, assignment]
+    sampler._has_kernels = True
     return sampler.sample(logits, rows).token_ids
 
 
@@ -153,7 +153,7 @@ def test_rows_that_are_no_numbers_have_no_token(interpreted: dict[str, ModuleTyp
     assert found[:3] == [-1, -1, -1]
     assert found[4] == -1
     sampler = Sampler(300, "cpu")
-    sampler._has_kernels = lambda logits: True  # type: ignore[method-assign, assignment]
+    sampler._has_kernels = True
     errors = sampler.sample(logits, rows).errors
     assert {*errors} == {0, 1, 2, 4}
     assert all(isinstance(error, NotFiniteLogitsError) for error in errors.values())
@@ -186,7 +186,8 @@ def test_edits_are_those_of_torch(interpreted: dict[str, ModuleType]) -> None:
             rows.append(one)
         logits = logits_of(4, vocabulary, dtype)
         found, expected = logits.float(), logits.float()
-        interpreted["sampling.edit_kernel"].edit(found, logits, rows)
+        edit_kernel = interpreted["sampling.edit_kernel"]
+        edit_kernel.edit(found, logits, edit_kernel.told_of_edits(rows, vocabulary))
         edit_logits(expected, rows)
         assert_equal(found, expected)
         assert by_kernels(logits, rows) == by_torch(logits, rows)
@@ -211,7 +212,8 @@ def test_registers_suffice(dtype: torch.dtype, capability: int) -> None:
     told, mixed = (torch.empty(n, dtype=torch.int64) for n in (6 * 3, VOCABULARY))
     logits = torch.empty(3, VOCABULARY, dtype=dtype)
     with recorded() as edits:
-        edit_kernel.edit(logits.float(), logits, 3 * [row(logit_bias={1: 1.0})])
+        edits_told = edit_kernel.told_of_edits(3 * [row(logit_bias={1: 1.0})], VOCABULARY)
+        edit_kernel.edit(logits.float(), logits, edits_told)
     for launch in (*draw_kernels.launches(logits, told.view(6, -1), mixed, told), *edits):
         found = compiled(launch, capability)
         used = resources(found)

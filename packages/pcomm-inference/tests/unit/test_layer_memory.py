@@ -28,6 +28,7 @@ def batch():
         tokens_T=numbers,
         positions_T=numbers,
         cu_seqlens=(0, 1, 2),
+        cu_seqlens_N1=torch.arange(3, dtype=torch.int32),
         context_lens=(0, 0),
         context_lens_N=numbers.int(),
         block_tables_NB=torch.zeros(2, 0, dtype=torch.int32),

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import sys
+from functools import partial
 
 import jsonschema
 import pytest
@@ -67,7 +68,7 @@ def written(tokens, compiler, params: list[SamplingParams], most: int = 300) -> 
                 outputs[n],
                 len(outputs[n]),
                 (END,),
-                states[n] and states[n].allowed_words(),
+                states[n] and states[n].allowed_words,
             )
             for n in live
         ]
@@ -139,7 +140,7 @@ def test_min_tokens_gives_way_to_a_grammar_that_allows_nothing_but_an_end() -> N
 
     params = SamplingParams(min_tokens=4)
     allowed = [(31, 33), (31,), (5, 31), (31, 33, 40)]
-    rows = [SamplingRow(params, [1], [2], 2, (31, 33), mask(*ids)) for ids in allowed]
+    rows = [SamplingRow(params, [1], [2], 2, (31, 33), partial(mask, *ids)) for ids in allowed]
     logits = torch.zeros(4, 41)
     mask_by_grammar(logits, rows)
     found = [row.isfinite().nonzero()[:, 0].tolist() for row in logits]

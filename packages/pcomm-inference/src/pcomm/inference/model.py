@@ -118,6 +118,7 @@ class StepBatch:
         tokens_T: int64, the new tokens.
         positions_T: int64, the position of each in its request, from 0.
         cu_seqlens: `N + 1` offsets of the requests in the T tokens, on the host.
+        cu_seqlens_N1: int32, the same on the device.
         context_lens: Number of tokens of each request whose keys, values and states are in memory
             before this step, on the host.
         context_lens_N: int32, the same on the device.
@@ -139,6 +140,7 @@ class StepBatch:
     tokens_T: Tensor
     positions_T: Tensor
     cu_seqlens: tuple[int, ...]
+    cu_seqlens_N1: Tensor
     context_lens: tuple[int, ...]
     context_lens_N: Tensor
     block_tables_NB: Tensor

@@ -1,4 +1,4 @@
-"""Attention where keys and values lie on a GPU: one launch for all decodes, two for a prompt.
+"""Attention where keys and values lie on a GPU: one launch for all decodes, two for all prompts.
 
 Tested on a CPU, in Triton's interpreter, by compiling for Hopper and Blackwell, and with tensors
 that have no numbers; it has not run on a GPU yet.
@@ -6,9 +6,16 @@ that have no numbers; it has not run on a GPU yet.
 
 # Shape suffixes: T tokens of the step, t of one request, N requests, H query heads, G key and value
 # heads, R query heads of a key head, K width of a key, V width of a value, M rows for each key
-# head, B blocks of the longest request, L keys.
+# head, B blocks of the longest request, L keys, C requests with chunks.
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +31,8 @@ __all__ = ["attend_on_device", "decode_by_copies", "write_new"]
 # Bytes of the scores of one call, in fp32, where torch's attention cannot be given what changes
 # them.
 _SCORE_BYTES = 64 << 20
+# Widest head of flash attention.
+_MOST_FLASH_WIDTH = 256
 
 
 def attend_on_device(
@@ -39,15 +48,19 @@ def attend_on_device(
     """What `paged_attention` does for blocks that are not on the host: `[T, H, V]`.
 
     Requests that decode are one launch of a kernel, which also turns their heads and writes their
-    keys and values. Heads of chunks are turned and written in one launch, and each chunk is one
-    call. No wait for the device; where all requests decode, a captured graph serves every step with
-    as many requests and as wide block tables.
+    keys and values. Heads of chunks are turned and written in one launch. All chunks are one call
+    where torch has one that takes them, otherwise each is one, and a copy. No wait for the device;
+    where all requests decode, a captured graph serves every step with as many requests and as wide
+    block tables.
     """
     num_decodes, num_tokens = batch.num_decodes, len(q_THK)
     if turn is not None and not _has_kernels(q_THK, memory):
         (q_THK, k_TGK), turn = turn.of(q_THK, k_TGK), None
     out_THV = None
-    if num_decodes or batch.num_requests > 1:
+    attend = _attention_of_chunks(q_THK.device) if num_decodes < num_tokens else None
+    if attend is not None and not _is_for_one_call(q_THK, memory, softmax):
+        attend = None
+    if num_decodes or batch.num_requests > 1 or attend is not None:
         out_THV = q_THK.new_empty(num_tokens, q_THK.shape[1], memory.values.shape[3])
     if num_decodes:
         assert out_THV is not None
@@ -66,6 +79,12 @@ def attend_on_device(
         batch.slot_mapping_T[rest],
         None if turn is None else turn.of_tokens(rest),
     )
+    if attend is not None:
+        assert out_THV is not None
+        _attend_chunks(
+            attend, (q_THK, k_TGK, v_TGV), memory, batch, softmax.scale, window, out_THV[rest]
+        )
+        return out_THV
     for i in range(num_decodes, batch.num_requests):
         start, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
         part = slice(start - num_decodes, stop - num_decodes)
@@ -185,6 +204,117 @@ def decode_by_copies(
     return mixed_NGRV.reshape(*q_NHK.shape[:2], -1).contiguous()
 
 
+@cache
+def _attention_of_chunks(device: torch.device) -> Callable[..., Any] | None:
+    """Torch's attention of sequences of any lengths, written to a given place; None without it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn_out
+    except ImportError:
+        # Older releases have one that makes the place itself.
+        return None
+    known = signature(varlen_attn_out).parameters
+    return varlen_attn_out if "window_size" in known and "enable_gqa" in known else None
+
+
+def _is_for_one_call(q_THK: Tensor, memory: KVMemory, softmax: Softmax) -> bool:
+    """Whether flash attention, by which torch computes it, takes such heads and scores."""
+    width = q_THK.shape[2]
+    is_short = q_THK.dtype in (torch.float16, torch.bfloat16)
+    fits = width % 8 == 0 and width <= _MOST_FLASH_WIDTH and memory.values.shape[3] == width
+    return softmax.is_plain and is_short and fits
+
+
+@dataclass(frozen=True)
+class _ChunkKeys:
+    """Which keys the chunks of a step see, for all layers with such blocks and window.
+
+    Attributes:
+        offsets_C1: int32, offsets of the chunks in their tokens.
+        key_offsets_C1: int32, those in their keys.
+        most_new: Most tokens of a chunk.
+        most_keys: Most keys of a chunk.
+        slots_L: int64, places of the keys in memory; None if they are those of the new tokens.
+    """
+
+    offsets_C1: Tensor
+    key_offsets_C1: Tensor
+    most_new: int
+    most_keys: int
+    slots_L: Tensor | None
+
+    @classmethod
+    def of(cls, batch: StepBatch, block_size: int, window: int | None) -> _ChunkKeys:
+        """Those of a batch: operations of the device, once a step."""
+        first, contexts = batch.num_decodes, batch.context_lens[batch.num_decodes :]
+        news = [stop - start for start, stop in pairwise(batch.cu_seqlens[first:])]
+        offsets_C1 = batch.cu_seqlens_N1[first:]
+        if first:
+            offsets_C1 = offsets_C1 - first
+        if not any(contexts):
+            return cls(offsets_C1, offsets_C1, max(news), max(news), None)
+        unseen = [0 if window is None else max(0, one + 1 - window) for one in contexts]
+        lengths = [a - b + c for a, b, c in zip(contexts, unseen, news, strict=True)]
+        contexts_C = batch.context_lens_N[first:]
+        unseen_C = torch.zeros_like(contexts_C)
+        if window is not None:
+            unseen_C = (contexts_C + (1 - window)).clamp_(min=0)
+        key_offsets_C1 = offsets_C1.clone()
+        key_offsets_C1[1:] += (contexts_C - unseen_C).cumsum(0, dtype=torch.int32)
+        # The place of each key in its request, and the row of the request.
+        num_keys, device = sum(lengths), offsets_C1.device
+        row_L = torch.repeat_interleave(key_offsets_C1.diff(), output_size=num_keys)
+        place_L = torch.arange(num_keys, device=device)
+        place_L += (unseen_C - key_offsets_C1[:-1]).index_select(0, row_L)
+        block_L = batch.block_tables_NB[first + row_L, place_L // block_size].long()
+        slots_L = block_L * block_size + place_L % block_size
+        return cls(offsets_C1, key_offsets_C1, max(news), max(lengths), slots_L)
+
+
+def _attend_chunks(
+    attend: Callable[..., Any],
+    new: tuple[Tensor, Tensor, Tensor],
+    memory: KVMemory,
+    batch: StepBatch,
+    scale: float | None,
+    window: int | None,
+    out_THV: Tensor,
+) -> None:
+    """Write the rows of all chunks, whose new keys and values are in memory."""
+    q_THK, k_TGK, v_TGV = new
+    block_size = memory.keys.shape[1]
+    key = (_ChunkKeys, block_size, window)
+    seen: _ChunkKeys | None = batch.prepared.get(key)
+    if seen is None:
+        seen = batch.prepared[key] = _ChunkKeys.of(batch, block_size, window)
+    if seen.slots_L is None:
+        k_LGK, v_LGV = _as_kept(k_TGK, v_TGV, memory)
+    else:
+        k_LGK, v_LGV = (
+            pool.index_select(0, seen.slots_L).to(q_THK.dtype) for pool in memory.by_token
+        )
+    attend(
+        out_THV,
+        q_THK,
+        k_LGK,
+        v_LGV,
+        seen.offsets_C1,
+        seen.key_offsets_C1,
+        seen.most_new,
+        seen.most_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q_THK.shape[1] != k_LGK.shape[1],
+    )
+
+
+def _as_kept(k_TGK: Tensor, v_TGV: Tensor, memory: KVMemory) -> tuple[Tensor, Tensor]:
+    """New keys and values as they are in memory, which may have another dtype."""
+    dtype = memory.keys.dtype
+    return k_TGK.to(dtype).to(k_TGK.dtype), v_TGV.to(dtype).to(v_TGV.dtype)
+
+
 def _chunk(
     q_tHK: Tensor,
     k_tGK: Tensor,
@@ -206,11 +336,7 @@ def _chunk(
         keys, values = memory.by_token
         k_LGK, v_LGV = (pool.index_select(0, slots_L).to(q_tHK.dtype) for pool in (keys, values))
     else:
-        # As they are in memory, which may have another dtype.
-        k_LGK, v_LGV = (
-            new.to(pool.dtype).to(q_tHK.dtype)
-            for new, pool in ((k_tGK, memory.keys), (v_tGV, memory.values))
-        )
+        k_LGK, v_LGV = _as_kept(k_tGK, v_tGV, memory)
     k_1GLK, v_1GLV = (one.transpose(0, 1).unsqueeze(0) for one in (k_LGK, v_LGV))
     num_heads, num_groups, num_keys = q_tHK.shape[1], k_1GLK.shape[1], k_1GLK.shape[2]
     if softmax.is_plain and (window is None or context + num_new <= window):

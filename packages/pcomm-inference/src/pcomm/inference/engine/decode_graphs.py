@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pcomm.core import Group
 from pcomm.core.control.agreement import agree_in_group, vote
-from pcomm.inference.engine.request import RequestState
+from pcomm.inference.upload import upload
 
-__all__ = ["CudaRecorder", "DecodeGraphs", "GraphRecorder", "recorder_for"]
+__all__ = ["CudaRecorder", "DecodeGraphs", "GraphRecorder", "RecordedStep", "recorder_for"]
 
 
 class GraphRecorder(Protocol):
@@ -59,21 +59,38 @@ def recorder_for(device: torch.device) -> GraphRecorder | None:
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    packed: Tensor
-    logits: Tensor
-    replay: Callable[[], None]
+class RecordedStep:
+    """A step of decoding that is replayed; made by `DecodeGraphs`.
+
+    Attributes:
+        size: Number of its requests.
+    """
+
+    size: int
+    _packed: Tensor
+    _logits: Tensor
+    _replay: Callable[[], None]
+
+    def run(self, packed: Tensor) -> Tensor:
+        """Logits of each request, `[size, V]`, valid until the next step.
+
+        Args:
+            packed: Integers of the step on the device, as many as when it was recorded.
+        """
+        self._packed.copy_(packed)
+        self._replay()
+        return self._logits
 
 
 class DecodeGraphs:
     """Recorded steps for 1, 2, 4, 8, ... requests, each recorded when it is needed first.
 
-    All that changes between two steps are integers. They are copied into one static tensor; the
-    block tables are looked up on the device, within the graph.
+    All that changes between two steps are integers. They are copied on the device into one static
+    tensor; the block tables are looked up there, within the graph.
 
     Args:
         step: Logits of a step of so many requests, whose integers lie on the device.
-        pack: Integers `[7 * size]` of a step of decoding, on the host, padded to so many requests.
+        padding: Integers of a step of so many requests which are all padding, on the host.
         recorder: Records a step.
         max_requests: Largest number of requests.
         device: Device of the model.
@@ -83,7 +100,7 @@ class DecodeGraphs:
     def __init__(
         self,
         step: Callable[[Tensor, int], Tensor],
-        pack: Callable[[list[RequestState], int], Tensor],
+        padding: Callable[[int], Tensor],
         recorder: GraphRecorder,
         *,
         max_requests: int,
@@ -91,12 +108,12 @@ class DecodeGraphs:
         group: Group | None = None,
     ) -> None:
         self._step = step
-        self._pack = pack
+        self._padding = padding
         self._recorder = recorder
         self._max_requests = max_requests
         self._device = device
         self._group = Group("tp", (0,), None) if group is None else group
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[int, RecordedStep] = {}
         self.refusal = ""
 
     @property
@@ -104,8 +121,8 @@ class DecodeGraphs:
         """Numbers of requests of the steps that are recorded."""
         return tuple(sorted(self._recorded))
 
-    def run(self, decodes: list[RequestState]) -> Tensor | None:
-        """Logits of a step of decoding, `[N, V]`, valid until the next one; None to run eagerly.
+    def of(self, num_requests: int) -> RecordedStep | None:
+        """The step that so many requests are padded to; None to run eagerly.
 
         A model whose step cannot be recorded, on any of the ranks that share it, runs eagerly from
         then on, on all of them; `refusal` says why.
@@ -117,7 +134,7 @@ class DecodeGraphs:
         """
         if self.refusal:
             return None
-        size = min(1 << (len(decodes) - 1).bit_length(), self._max_requests)
+        size = min(1 << (num_requests - 1).bit_length(), self._max_requests)
         found = self._recorded.get(size)
         if found is None:
             try:
@@ -127,14 +144,16 @@ class DecodeGraphs:
                 if isinstance(error, _RefusedError):
                     return None
                 raise
-        found.packed.copy_(self._pack(decodes, size))
-        found.replay()
-        return found.logits[: len(decodes)]
+        return found
 
-    def _record(self, size: int) -> _Recorded:
+    def _record(self, size: int) -> RecordedStep:
         # All requests of the recording are padding: it writes where no request reads.
-        packed = torch.zeros(7 * size, dtype=torch.int64, device=self._device)
+        (packed,) = upload([self._padding(size)], self._device)
         body = partial(self._step, packed, size)
+
+        def record() -> RecordedStep:
+            return RecordedStep(size, packed, *self._recorder.record(body))
+
         error = _error_of(lambda: self._recorder.warm_up(body))
         if self._group.size == 1:
             if error is not None:
@@ -143,8 +162,8 @@ class DecodeGraphs:
             agree_in_group(self._group, "inference: warm-up of a step", (), error=error)
         # Not known to all ranks before each has tried. Until then nothing of it has run.
         with self._group.collectives.recording():
-            made: list[_Recorded] = []
-            error = _error_of(lambda: made.append(_Recorded(packed, *self._recorder.record(body))))
+            made: list[RecordedStep] = []
+            error = _error_of(lambda: made.append(record()))
             told = "" if error is None else _text(error)
             found = vote(self._group, "inference: recording of a step", len(made), told)
             if not found.minimum:

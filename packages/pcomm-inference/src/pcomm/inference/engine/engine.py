@@ -17,7 +17,7 @@ from pcomm.inference.engine.request import (
     RequestQueue,
     RequestState,
 )
-from pcomm.inference.engine.runner import ModelRunner, sampling_rows
+from pcomm.inference.engine.runner import ModelRunner, sampling_rows, without_prompts
 from pcomm.inference.engine.scheduler import Chunk, FaultIsolation, Scheduler, StepPlan
 from pcomm.inference.engine.stats import EngineStats, HostTimes
 from pcomm.inference.layers.packed_weight import check_batch_invariant
@@ -309,7 +309,9 @@ class Engine:
 
     def _next_tokens(self, plan: StepPlan) -> Sampled:
         """Run the model on a plan, and choose the tokens behind known text and drafts."""
-        return self._sampler.sample(*sampling_rows(plan, self._runner.run(plan)))
+        rows = sampling_rows(plan)
+        logits, told = self._runner.run(plan, self._sampler.told(rows))
+        return self._sampler.sample(without_prompts(plan, logits), rows, told)
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         """End the request that a step has failed for, or find it by running each alone."""

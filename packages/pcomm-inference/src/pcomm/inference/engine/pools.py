@@ -12,6 +12,7 @@ from torch import Tensor
 from pcomm.inference.engine.limits import EngineSettings
 from pcomm.inference.model import KVMemory, KVSpec, LayerMemory, LayerSpec, StateMemory, StateSpec
 from pcomm.inference.roofline.step_bytes import KeptBytes
+from pcomm.inference.upload import packed_int32, unpacked_int32
 
 __all__ = ["BlockManager", "BlockTables", "Pools", "StateSlots"]
 
@@ -270,8 +271,8 @@ class BlockTables:
     """A row of blocks for each running request, on the device; row 0 stays zero, for padding.
 
     A step of decoding adds a block to one request in `block_size`, so rows are kept and entries
-    are appended. On a CPU the tensor lies on the memory that is written; on another device the
-    entries that have changed are sent before a step.
+    are appended. On a CPU the tensor lies on the memory that is written; to another device the
+    entries that have changed go with what a step tells it.
 
     Args:
         num_rows: Number of requests that can run at once.
@@ -308,15 +309,26 @@ class BlockTables:
             self._changed.update(zip(range(first, first + len(blocks)), blocks, strict=True))
 
     def select(self, rows_N: Tensor, width: int) -> Tensor:
-        """The first `width` entries of some rows, int32 `[N, width]`, as `send` left them."""
+        """The first `width` entries of some rows, int32 `[N, width]`, as `apply` left them."""
         return self._tensor[:, :width].index_select(0, rows_N)
 
-    def send(self) -> None:
-        """Bring the entries that have changed to the device."""
+    def changes(self) -> Sequence[Tensor]:
+        """Entries that the device does not have yet, for `apply`: int64 on the host; often none."""
         if not self._changed:
+            return ()
+        values = packed_int32(list(self._changed.values()))
+        return (
+            torch.tensor(list(self._changed), dtype=torch.int64),
+            torch.frombuffer(values, dtype=torch.int64),
+        )
+
+    def apply(self, changes: Sequence[Tensor]) -> None:
+        """Enter what `changes` gave, which lies on the device now; nothing else was written since.
+
+        Until it is called, `changes` gives the same entries again.
+        """
+        if not changes:
             return
-        device = self._tensor.device
-        places = torch.tensor(list(self._changed), dtype=torch.int64).to(device)
-        values = torch.tensor(list(self._changed.values()), dtype=torch.int32).to(device)
-        self._tensor.view(-1).index_copy_(0, places, values)
+        places, values = changes
+        self._tensor.view(-1).index_copy_(0, places, unpacked_int32(values, len(places)))
         self._changed.clear()

@@ -8,6 +8,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -25,15 +26,16 @@ from pcomm.inference.model import Model, StepBatch
 from pcomm.inference.sampling.grammars import GrammarMatcher
 from pcomm.inference.sampling.params import SamplingRow
 from pcomm.inference.sampling.sampler import not_finite, token_logprobs
+from pcomm.inference.upload import packed_int32, unpacked_int32, upload
 
-__all__ = ["ModelRunner", "sampling_rows"]
+__all__ = ["ModelRunner", "sampling_rows", "without_prompts"]
 
 
 class ModelRunner:
     """Builds the batch of a plan, and calls the model.
 
-    All integers of a step are appended to one array, sent to the device as one tensor and cut there
-    into views; only the block tables are kept between steps.
+    All integers of a step go to the device in one copy before the model is started, with what the
+    sampler is told, and are cut there into views; only the block tables are kept between steps.
 
     Args:
         model: The model.
@@ -69,7 +71,7 @@ class ModelRunner:
         if (recorder := recorder_for(device)) is not None:
             self.graphs = DecodeGraphs(
                 self._padded_step,
-                self._pack_decodes,
+                lambda size: self._pack(StepPlan(), [], [], range(size + 1)),
                 recorder,
                 max_requests=settings.max_requests,
                 device=device,
@@ -77,29 +79,50 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> Tensor:
+    def run(self, plan: StepPlan, told: Sequence[Tensor] = ()) -> tuple[Tensor, Sequence[Tensor]]:
         """Compute the tokens of a plan.
 
+        Args:
+            plan: The tokens.
+            told: int64 on the host, what else the device is told; `[]` each.
+
         Returns:
-            `[L, V]`: logits of the rows that the batch asks for.
+            `[L, V]`: logits of the rows that the batch asks for; and `told` on the device.
 
         Raises:
             ConfigError: The model returned something else: no tensor, integers, or another shape.
                 What the model raises passes through.
         """
-        self._tables.send()
-        if self.graphs is not None and not plan.chunks:
-            logits = self.graphs.run(plan.decodes)
-            if logits is not None:
-                self._times.lap("model")
-                return logits
-        batch = self._build(plan)
-        self._times.lap("batch")
-        # Recorded steps are replayed before and after it, and not meanwhile.
-        with nullcontext() if self._group is None else self._group.collectives.sequence():
-            logits = self._step(batch)
+        decodes, chunks = plan.decodes, plan.chunks
+        requests = plan.requests if chunks else decodes
+        graph = None
+        if self.graphs is not None and not chunks:
+            graph = self.graphs.of(len(decodes))
+        contexts = [live.num_computed for live in requests]
+        padding = 0 if graph is None else graph.size - len(decodes)
+        lengths = [1] * (len(decodes) + padding) + [chunk.num_tokens for chunk in chunks]
+        cu_seqlens = tuple(accumulate(lengths, initial=0))
+        changes = self._tables.changes()
+        parts = [self._pack(plan, requests, contexts, cu_seqlens), *changes, *told]
+        packed, *others = upload(parts, self._device)
+        self._tables.apply(others[: len(changes)])
+        if graph is not None:
+            self._times.lap("batch")
+            logits = graph.run(packed)[: len(decodes)]
+        else:
+            batch = self._batch_of(
+                packed,
+                cu_seqlens=cu_seqlens,
+                context_lens=tuple(contexts),
+                first_blocks=tuple([live.first_block for live in requests]),
+                width=max([len(live.blocks) for live in requests]) if self._has_blocks else 0,
+            )
+            self._times.lap("batch")
+            # Recorded steps are replayed before and after it, and not meanwhile.
+            with nullcontext() if self._group is None else self._group.collectives.sequence():
+                logits = self._step(batch)
         self._times.lap("model")
-        return logits
+        return logits, others[len(changes) :]
 
     def _step(self, batch: StepBatch) -> Tensor:
         logits = self._model.step(batch, self._pools.memories)
@@ -122,44 +145,53 @@ class ModelRunner:
             "vocabulary.",
         )
 
-    def _build(self, plan: StepPlan) -> StepBatch:
-        """The batch of a plan: requests that decode, then chunks."""
-        decodes, chunks = plan.decodes, plan.chunks
-        requests = plan.requests if chunks else decodes
-        contexts = [live.num_computed for live in requests]
-        lengths = [1] * len(decodes)
+    def _pack(
+        self,
+        plan: StepPlan,
+        requests: Sequence[RequestState],
+        contexts: list[int],
+        cu_seqlens: Sequence[int],
+    ) -> Tensor:
+        """The integers of a plan, requests that decode before chunks, as `_batch_of` reads them.
+
+        Args:
+            plan: The tokens.
+            requests: Its requests.
+            contexts: Number of tokens of each that are computed.
+            cu_seqlens: Offsets of the requests in the tokens. There may be more requests of one
+                token behind those of a plan without chunks: they read and write a block and a slot
+                that belong to no request.
+
+        Returns:
+            int64 on the host, one dimension.
+        """
+        decodes = plan.decodes
         tokens = [live.tokens[-1] for live in decodes]
         positions = contexts[: len(decodes)]
-        rows = list(range(len(decodes)))
         places = self._decode_places(decodes)
-        for chunk in chunks:
-            count = chunk.num_tokens
+        padding = len(cu_seqlens) - 1 - len(requests)
+        rows = list(range(len(decodes) + padding))
+        for chunk in plan.chunks:
             rows += [len(tokens) + row for row in chunk.logits_rows()]
             tokens += chunk.live.tokens[chunk.start : chunk.stop]
             tokens += chunk.drafts
-            positions += range(chunk.start, chunk.start + count)
-            places += self._chunk_places(chunk.live, chunk.start, chunk.start + count)
-            lengths.append(count)
-        packed = array("q", tokens)
+            stop = chunk.start + chunk.num_tokens
+            positions += range(chunk.start, stop)
+            places += self._chunk_places(chunk.live, chunk.start, stop)
+        nothing = [0] * padding
+        # Contexts first, where they are aligned: a kernel reads them.
+        packed = packed_int32([*contexts, *nothing, *cu_seqlens])
         for numbers in (
+            tokens,
             positions,
             places,
             [live.state_slot for live in requests],
             [live.table_row for live in requests],
-            contexts,
-            rows,
         ):
             packed.extend(numbers)
-        host = torch.frombuffer(packed, dtype=torch.int64)
-        sent = host if self._device.type == "cpu" else host.to(self._device)
-        width = max([len(live.blocks) for live in requests]) if self._has_blocks else 0
-        return self._batch_of(
-            sent,
-            cu_seqlens=(0, *accumulate(lengths)) if chunks else tuple(range(len(requests) + 1)),
-            context_lens=tuple(contexts),
-            first_blocks=tuple([live.first_block for live in requests]),
-            width=width,
-        )
+            packed.extend(nothing)
+        packed.extend(rows)
+        return torch.frombuffer(packed, dtype=torch.int64)
 
     def _batch_of(
         self,
@@ -173,25 +205,30 @@ class ModelRunner:
         """The batch whose integers lie in one tensor on the device; only operations of the device.
 
         Args:
-            packed: int64: token, position and place of keys and values of each token; state slot,
-                table row and context length of each request; rows of the logits.
+            packed: int64: context lengths and `cu_seqlens`, of 32 bits; token, position and place
+                of keys and values of each token; state slot and table row of each request; rows
+                of the logits.
             cu_seqlens: Offsets of the requests in the tokens.
             context_lens: Number of tokens of each request before the step.
             first_blocks: First of the blocks of each request, where they are neighbours.
             width: Number of columns of the block tables.
         """
         num_tokens, num_requests = cu_seqlens[-1], len(context_lens)
-        num_rows = packed.shape[0] - 3 * (num_tokens + num_requests)
-        sizes = [num_tokens] * 3 + [num_requests] * 3 + [num_rows]
-        tokens_T, positions_T, places_T, slots_N, tables_N, contexts_N, rows_L = (
+        sizes = [num_requests + 1] + [num_tokens] * 3 + [num_requests] * 2
+        sizes.append(packed.shape[0] - sum(sizes))
+        narrow, tokens_T, positions_T, places_T, slots_N, tables_N, rows_L = (
             packed.split_with_sizes(sizes)
+        )
+        contexts_N, offsets_N1 = unpacked_int32(narrow, 2 * num_requests + 1).split_with_sizes(
+            [num_requests, num_requests + 1]
         )
         return StepBatch(
             tokens_T=tokens_T,
             positions_T=positions_T,
             cu_seqlens=cu_seqlens,
+            cu_seqlens_N1=offsets_N1,
             context_lens=context_lens,
-            context_lens_N=contexts_N.to(torch.int32),
+            context_lens_N=contexts_N,
             block_tables_NB=self._tables.select(tables_N, width),
             slot_mapping_T=places_T,
             first_blocks=first_blocks,
@@ -217,34 +254,8 @@ class ModelRunner:
         blocks = live.blocks
         return [blocks[at // size] * size + at % size for at in range(start, stop)]
 
-    def _pack_decodes(self, decodes: list[RequestState], size: int) -> Tensor:
-        """The integers of a step of decoding, on the host.
-
-        Args:
-            decodes: Requests, at least one.
-            size: Number of requests that the step is padded to; those behind the real ones read and
-                write a block and a slot that belong to no request.
-
-        Returns:
-            int64 `[7 * size]`, which `_batch_of` reads.
-        """
-        contexts = [live.num_computed for live in decodes]
-        packed = array("q")
-        for numbers in (
-            [live.tokens[-1] for live in decodes],
-            contexts,
-            self._decode_places(decodes),
-            [live.state_slot for live in decodes],
-            [live.table_row for live in decodes],
-            contexts,
-        ):
-            packed.extend(numbers)
-            packed.extend([0] * (size - len(decodes)))
-        packed.extend(range(size))
-        return torch.frombuffer(packed, dtype=torch.int64)
-
     def _padded_step(self, packed: Tensor, size: int) -> Tensor:
-        """A step of decoding whose integers, from `_pack_decodes`, lie on the device."""
+        """A step of decoding whose integers lie on the device."""
         return self._step(
             self._batch_of(
                 packed,
@@ -256,37 +267,46 @@ class ModelRunner:
         )
 
 
-def sampling_rows(plan: StepPlan, logits_LV: Tensor) -> tuple[Tensor, list[SamplingRow]]:
-    """The logits of a step that continue a text, and what the sampler gets for each of them.
+def sampling_rows(plan: StepPlan) -> list[SamplingRow]:
+    """What the sampler gets for each row of the logits of a step that continues a text."""
+    rows = [_row(live) for live in plan.decodes]
+    for chunk in plan.chunks:
+        if chunk.is_sampled:
+            rows += _draft_rows(chunk)
+    return rows
+
+
+def without_prompts(plan: StepPlan, logits_LV: Tensor) -> Tensor:
+    """The logits of `sampling_rows`.
 
     Of the other rows, which are of prompts, their requests note the log-probabilities.
     """
-    rows = [_row(live) for live in plan.decodes]
     prompt_rows: list[int] = []
+    sampled_rows = list(range(len(plan.decodes)))
     requests: list[RequestState] = []
-    start = len(rows)
+    start = len(plan.decodes)
     for chunk in plan.chunks:
         stop = start + len(chunk.logits_rows())
         sampled = stop - len(chunk.drafts) - 1 if chunk.is_sampled else stop
         prompt_rows += range(start, sampled)
+        sampled_rows += range(sampled, stop)
         requests += [chunk.live] * (sampled - start)
-        if chunk.is_sampled:
-            rows += _draft_rows(chunk)
         start = stop
-    if prompt_rows:
-        device = logits_LV.device
-        _note_prompt_logprobs(logits_LV[torch.tensor(prompt_rows, device=device)], requests)
-        others = sorted(set(range(len(logits_LV))) - set(prompt_rows))
-        logits_LV = logits_LV[torch.tensor(others, dtype=torch.int64, device=device)]
-    return logits_LV, rows
+    if not prompt_rows:
+        return logits_LV
+    indices = [torch.tensor(rows, dtype=torch.int64) for rows in (prompt_rows, sampled_rows)]
+    of_prompts_R, sampled_L = upload(indices, logits_LV.device)
+    _note_prompt_logprobs(logits_LV[of_prompts_R], requests)
+    return logits_LV[sampled_L]
 
 
 def _row(live: RequestState) -> SamplingRow:
-    mask = None if live.grammar is None else _mask(live, live.grammar)
-    return SamplingRow(live.params, live.prompt, live.output, len(live.tokens), live.stop_ids, mask)
+    allowed = None if live.grammar is None else partial(_allowed_words, live, live.grammar)
+    params, stop_ids = live.params, live.stop_ids
+    return SamplingRow(params, live.prompt, live.output, len(live.tokens), stop_ids, allowed)
 
 
-def _mask(live: RequestState, grammar: GrammarMatcher) -> Tensor | None:
+def _allowed_words(live: RequestState, grammar: GrammarMatcher) -> Tensor | None:
     """What the grammar allows; an error is noted, so that other rows are sampled."""
     try:
         return grammar.allowed_words()

@@ -45,7 +45,7 @@ from pcomm.inference.sampling.cut_kernels import (
 from pcomm.inference.sampling.noise import TokenNoise, row_keys
 from pcomm.inference.sampling.params import SamplingRow
 
-__all__ = ["choose", "launches", "takes_logits"]
+__all__ = ["choose", "launches", "takes_logits", "told_of_draws"]
 
 # Ids of a part, of a turn of its loop, and listed tokens of a turn.
 _PART, _TILE, _LISTED = 4096, 1024, 1024
@@ -59,28 +59,31 @@ def takes_logits(logits_RV: Tensor) -> bool:
     return logits_RV.dtype in DTYPES and logits_RV.stride(1) == 1
 
 
-def choose(
-    logits_RV: Tensor, rows: Sequence[SamplingRow], divisors: Sequence[float], noise: TokenNoise
-) -> Tensor:
+def choose(logits_RV: Tensor, told_6R: Tensor, noise: TokenNoise) -> Tensor:
     """int64 `[R]`, the token of each row; -1 where the largest logit is not finite. Local.
 
     Args:
         logits_RV: Logits that `takes_logits`, edited and masked.
-        rows: Settings of each row.
-        divisors: Temperatures, within the range that fp32 divides by.
+        told_6R: What `told_of_draws` gave for these rows, on the device.
         noise: Noise of the vocabulary.
     """
-    told = _told(rows, divisors, logits_RV.shape[1]).to(logits_RV.device)
-    out_R = torch.empty(len(rows), dtype=torch.int64, device=logits_RV.device)
-    for launch in launches(logits_RV, told, noise.mixed_V, out_R):
+    out_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+    for launch in launches(logits_RV, told_6R, noise.mixed_V, out_R):
         launch.run()
     return out_R
 
 
-def _told(rows: Sequence[SamplingRow], divisors: Sequence[float], vocabulary: int) -> Tensor:
-    """int64 `[6, R]` on the host: what kernels are told of each row, numbers as bits of fp64.
+def told_of_draws(
+    rows: Sequence[SamplingRow], divisors: Sequence[float], vocabulary: int
+) -> Tensor:
+    """What the kernels are told: int64 `[6, R]` on the host, numbers as bits of fp64. Local.
 
     The key of its noise, 1 where it draws, temperature, k or 0, `top_p`, and `min_p` as fp32.
+
+    Args:
+        rows: Settings of each row.
+        divisors: Temperatures, within the range that fp32 divides by.
+        vocabulary: Number of logits of a row.
     """
     params = [row.params for row in rows]
     keys = row_keys([one.seed for one in params], [row.position for row in rows], _HOST)

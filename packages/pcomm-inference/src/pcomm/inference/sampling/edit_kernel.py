@@ -20,21 +20,20 @@ from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.inference.sampling.filters import logit_edits
 from pcomm.inference.sampling.params import SamplingRow
 
-__all__ = ["edit"]
+__all__ = ["edit", "told_of_edits"]
 
 # Edits of a turn.
 _TILE = 256
 
 
-def edit(edited_RV: Tensor, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """What `edit_logits` does, from one copy to the device. Local.
+def edit(edited_RV: Tensor, logits_RV: Tensor, told: Tensor) -> None:
+    """What `edit_logits` does. Local.
 
     Args:
         edited_RV: Copy of the logits, fp32 and contiguous, which is changed.
         logits_RV: The logits.
-        rows: The settings of each row, in the order of the logits.
+        told: What `told_of_edits` gave for these rows, on the device.
     """
-    told = _told(rows, logits_RV.shape[1]).to(logits_RV.device)
     num_rows, vocabulary = edited_RV.shape
     arguments = {
         "edited": edited_RV,
@@ -49,8 +48,15 @@ def edit(edited_RV: Tensor, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> N
     KernelLaunch(edit_kernel, (num_rows,), arguments, logits_RV.device).run()
 
 
-def _told(rows: Sequence[SamplingRow], vocabulary: int) -> Tensor:
-    """int64: where the edits of each kind and row begin; places; and values as bits of fp64."""
+def told_of_edits(rows: Sequence[SamplingRow], vocabulary: int) -> Tensor:
+    """What the kernel is told: int64 on the host, one dimension. Local.
+
+    Where the edits of each kind and row begin; places; and values as bits of fp64.
+
+    Args:
+        rows: The settings of each row, in the order of the logits.
+        vocabulary: Number of logits of a row.
+    """
     kinds = logit_edits(rows, vocabulary)
     ends_of_rows = torch.arange(len(rows) + 1) * vocabulary
     begin, begins = 0, []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow
+from pcomm.inference.upload import upload
 
 __all__ = [
     "UNITS",
@@ -175,7 +176,8 @@ def mask_by_grammar(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
     """
     words, numbers = [], []
     for number, row in enumerate(rows):
-        if (allowed := row.allowed_words) is not None:
+        allowed = None if row.allowed_words is None else row.allowed_words()
+        if allowed is not None:
             if len(row.output) < row.params.min_tokens:
                 allowed = _without(allowed, row.stop_ids)
             words.append(allowed)
@@ -183,14 +185,15 @@ def mask_by_grammar(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
     if not words:
         return
     device, vocabulary = logits_RV.device, logits_RV.shape[1]
-    words_GW = torch.stack(words).to(device)
+    # A copy of its own: what grammars allow is found while the device runs the model.
+    told = [torch.tensor(numbers, dtype=torch.int32), torch.cat(words)]
+    numbers_G, words_GW = upload(told, device)
     bits = torch.arange(_BITS, dtype=torch.int32, device=device)
-    forbidden_GV = ((words_GW[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :vocabulary]
+    forbidden_GV = ((words_GW.view(len(words), -1, 1) >> bits) & 1 == 0).flatten(1)[:, :vocabulary]
     if len(numbers) == len(rows):
         logits_RV.masked_fill_(forbidden_GV, -torch.inf)
     else:
-        chosen = torch.tensor(numbers, device=device)
-        logits_RV[chosen] = logits_RV[chosen].masked_fill_(forbidden_GV, -torch.inf)
+        logits_RV[numbers_G] = logits_RV[numbers_G].masked_fill_(forbidden_GV, -torch.inf)
 
 
 def _without(words_W: Tensor, ids: Sequence[int]) -> Tensor:

@@ -110,9 +110,10 @@ class SamplingRow:
             output. With the seed it determines the random numbers.
         stop_ids: Token ids that end the request, see `RequestState.stop_ids`; they are not sampled
             before `min_tokens` are written.
-        allowed_words: Bit mask of the tokens that the grammar allows behind `output`, int32
-            `[ceil(V / 32)]` on the CPU: bit `i % 32` of word `i // 32` allows token `i`. At least
-            one is set. None for any text.
+        allowed_words: Gives the bit mask of the tokens that the grammar allows behind `output`,
+            int32 `[ceil(V / 32)]` on the CPU: bit `i % 32` of word `i // 32` allows token `i`. At
+            least one is set, or it is None for any text. It is asked for once the model has been
+            started. None for a row without a grammar.
     """
 
     params: SamplingParams
@@ -120,7 +121,7 @@ class SamplingRow:
     output: Sequence[int]
     position: int
     stop_ids: tuple[int, ...] = ()
-    allowed_words: Tensor | None = None
+    allowed_words: Callable[[], Tensor | None] | None = None
 
 
 def check_token_ids(params: SamplingParams, vocabulary: int) -> None:

@@ -27,6 +27,7 @@ from pcomm.inference.sampling.filters import (
 )
 from pcomm.inference.sampling.noise import TokenNoise
 from pcomm.inference.sampling.params import SamplingParams, SamplingRow, TokenLogprobs
+from pcomm.inference.upload import upload
 
 __all__ = [
     "NotFiniteLogitsError",
@@ -77,11 +78,40 @@ class Sampler:
     """
 
     def __init__(self, vocabulary: int, device: torch.device | str) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary, self._device = vocabulary, torch.device(device)
         self._noise = TokenNoise(vocabulary, device)
+        self._has_kernels = self._device.type != "cpu" and has_triton()
 
     @torch.inference_mode()
-    def sample(self, logits_LV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+    def told(self, rows: Sequence[SamplingRow]) -> Sequence[Tensor]:
+        """What kernels have to know of rows; nothing where torch chooses their tokens. Local.
+
+        Args:
+            rows: Settings and history of each row.
+
+        Returns:
+            int64 on the host, `[]` each: to be brought to the device for `sample`, in one copy with
+            what else it is told.
+        """
+        if not (self._has_kernels and rows):
+            return ()
+        # Imported late: they import Triton.
+        from pcomm.inference.sampling.draw_kernels import told_of_draws
+        from pcomm.inference.sampling.edit_kernel import told_of_edits
+
+        divisors = [_divisor(row.params) for row in rows]
+        told = [told_of_draws(rows, divisors, self._vocabulary).flatten()]
+        if any(has_edits(row.params) for row in rows):
+            told.append(told_of_edits(rows, self._vocabulary))
+        return told
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits_LV: Tensor,
+        rows: Sequence[SamplingRow],
+        told: Sequence[Tensor] | None = None,
+    ) -> Sampled:
         """One token for each row. Local.
 
         A row whose largest logit is NaN or infinite, also for settings that exclude every token,
@@ -91,24 +121,28 @@ class Sampler:
             logits_LV: Logits of any floating-point dtype; not changed. Those of fp64 are rounded to
                 fp32 first, so that a row does not depend on the settings of others.
             rows: Settings and history of each row, in the order of the logits.
+            told: What `told` gave for them, on the device; None to bring it there now.
         """
         assert tuple(logits_LV.shape) == (len(rows), self._vocabulary), "one row of logits for each"
         if not rows:
             return Sampled([], [])
         if logits_LV.dtype == torch.float64:
             logits_LV = logits_LV.float()
+        if told is None:
+            told = upload(self.told(rows), self._device)
         edited_LV = logits_LV
-        if any(row.allowed_words is not None or has_edits(row.params) for row in rows):
+        is_edited = any(has_edits(row.params) for row in rows)
+        if is_edited or any(row.allowed_words is not None for row in rows):
             edited_LV = logits_LV.to(torch.float32, copy=True).contiguous()
-            if self._has_kernels(logits_LV):
+            if is_edited and self._is_for_kernels(logits_LV):
                 # Imported late: it imports Triton.
                 from pcomm.inference.sampling import edit_kernel
 
-                edit_kernel.edit(edited_LV, logits_LV, rows)
-            else:
+                edit_kernel.edit(edited_LV, logits_LV, told[1])
+            elif is_edited:
                 edit_logits(edited_LV, rows)
             mask_by_grammar(edited_LV, rows)
-        token_ids = self._choose(edited_LV, rows).tolist()
+        token_ids = self._choose(edited_LV, rows, told).tolist()
         errors = {
             n: _no_token(logits_LV[n], edited_LV[n])
             for n, token_id in enumerate(token_ids)
@@ -116,22 +150,21 @@ class Sampler:
         }
         return Sampled(token_ids, _logprobs(logits_LV, token_ids, rows), errors)
 
-    @staticmethod
-    def _has_kernels(logits_LV: Tensor) -> bool:
-        """Whether rows are on a GPU for which there are kernels."""
-        if logits_LV.is_cpu or not has_triton():
+    def _is_for_kernels(self, logits_LV: Tensor) -> bool:
+        if not self._has_kernels:
             return False
         from pcomm.inference.sampling.draw_kernels import takes_logits
 
         return takes_logits(logits_LV)
 
-    def _choose(self, logits_LV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def _choose(
+        self, logits_LV: Tensor, rows: Sequence[SamplingRow], told: Sequence[Tensor]
+    ) -> Tensor:
         """int64 `[L]`, the token of each row; -1 where the largest logit is not finite."""
-        if self._has_kernels(logits_LV):
+        if self._is_for_kernels(logits_LV):
             from pcomm.inference.sampling.draw_kernels import choose
 
-            divisors = [_divisor(row.params) for row in rows]
-            return choose(logits_LV, rows, divisors, self._noise)
+            return choose(logits_LV, told[0].view(6, -1), self._noise)
         groups: list[list[int]] = [[], [], []]
         for number, row in enumerate(rows):
             params = row.params

@@ -182,6 +182,7 @@ def _batch(
         tokens_T=torch.cat([texts[n][start:stop] for n, start, stop in rows]),
         positions_T=torch.cat(positions),
         cu_seqlens=tuple(offsets),
+        cu_seqlens_N1=torch.tensor(offsets, dtype=torch.int32, device=device),
         context_lens=contexts,
         context_lens_N=torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables_NB=blocks,
