@@ -193,10 +193,15 @@ def on_cpu() -> dict[str, list[int]]:
     return found
 
 
-FORMS: list[dict[str, int]] = [{}, {"max_batch_tokens": 6}, {"speculative_tokens": 2}]
-
-
-@pytest.mark.parametrize("limits", FORMS, ids=str)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_batch_tokens": 6},
+        pytest.param({}, marks=pytest.mark.soak),
+        pytest.param({"speculative_tokens": 2}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_a_step_is_told_in_one_copy_before_the_model(
     late: LateDevice, on_cpu: dict[str, list[int]], limits: dict[str, int]
 ) -> None:
@@ -269,6 +274,7 @@ def test_entries_of_block_tables_are_told_until_the_device_has_them(late: LateDe
             assert found.tolist() == on_host.select(rows, 4).tolist()
 
 
+@pytest.mark.soak
 def test_a_buffer_that_is_written_too_early_is_found(
     late: LateDevice, on_cpu: dict[str, list[int]]
 ) -> None:
