@@ -56,8 +56,9 @@ def alone(train, tmp_path_factory) -> Callable[[str], tuple[Path, float]]:
     ("model", "parallel", "ranks"),
     [
         pytest.param("attention", "cp=2", 2, marks=pytest.mark.soak),
-        ("hybrid", "cp=2", 2),
-        ("experts", "dp=2 ep=2", 2),
+        # By ranks of tests, without the command, the gate has these.
+        pytest.param("hybrid", "cp=2", 2, marks=pytest.mark.soak),
+        pytest.param("experts", "dp=2 ep=2", 2, marks=pytest.mark.soak),
         pytest.param("experts", "tp=2 ep=2", 2, marks=pytest.mark.soak),
         pytest.param("experts", "cp=2", 2, marks=pytest.mark.soak),
         ("hybrid with experts", "data=hybrid shard_ranks=1 tp=2", 4),

@@ -72,7 +72,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     return train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
 
 
-PLAIN = ParallelConfig(dp=2, tp=2)
+PLAIN = ParallelConfig(dp=2)
 # Rank 1 is asked to stop in the third step, after which all save.
 STOP = Fault(rank=1, step=2, number=signal.SIGINT)
 
