@@ -312,8 +312,9 @@ SHORT = ("GDN", "both, computed again")
 def test_what_is_told_again_is_what_is_counted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle counts each layer: events in order, and memory to the byte."""
     pattern, num_ranks, words = ALIKE[case]
-    changes = {"model.layers": "2", "model.pattern": f"'{pattern}'", "data.vocabulary": "300"}
-    changes |= {"train.sequence_length": "64", "train.global_batch_tokens": "128", **words}
+    layers, tokens = ("2", "128") if case in SHORT else ("4", "256")
+    changes = {"model.layers": layers, "model.pattern": f"'{pattern}'", "data.vocabulary": "300"}
+    changes |= {"train.sequence_length": "64", "train.global_batch_tokens": tokens, **words}
     config = apply_overrides(recipes.tiny(), [f"{key}={value}" for key, value in changes.items()])
     resolved = validate(config, num_ranks)
     again, times = CountedOnce._again, 0
