@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from integration_support.short_runs import write_words
+from integration_support.short_runs import without_pictures, write_words
 from pcomm.core.cli import main
 from pcomm.core.testing.programs import Programs
+from pcomm.integration.commands import train as train_module
+from pcomm.integration.commands import train_resilient
+from pcomm.integration.llm import engine_on_ranks
 
 CONFIG = """
 [model]
@@ -46,6 +49,27 @@ max_tokens = 8
 """
 
 
+# What ranks of commands import late, and what the first one draws with: a second for each rank.
+_OF_RANKS = (
+    *train_module._OF_EVERY_RANK,
+    *train_resilient.OF_EVERY_RANK,
+    *engine_on_ranks._PRELOADED,
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "torch.utils.tensorboard",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported_once() -> Iterator[None]:
+    """The server from which ranks of this process come imports for all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "_OF_EVERY_RANK", _OF_RANKS)
+        patch.setattr(train_resilient, "OF_EVERY_RANK", _OF_RANKS)
+        patch.setattr(engine_on_ranks, "_PRELOADED", _OF_RANKS)
+        yield
+
+
 @pytest.fixture(scope="session")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration of six steps on text that is easy to learn."""
@@ -57,10 +81,14 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(config_file: Path) -> Callable[..., int]:
-    """`train(out, *words)`: `pcomm train` in this process, which has loaded torch already."""
+    """`train(out, *words)`: `pcomm train` in this process, which has loaded torch already.
+
+    Alone it draws no picture; the first of several ranks does.
+    """
 
     def run(out: Path, *words: str) -> int:
-        return main(["train", "--config", str(config_file), "--out", str(out), *words])
+        with without_pictures():
+            return main(["train", "--config", str(config_file), "--out", str(out), *words])
 
     return run
 

@@ -94,6 +94,8 @@ def test_ranks_inside_a_launcher(train, tmp_path, capsys, monkeypatch):
     assert "--ranks 2: WORLD_SIZE=2" in message
 
 
+# In the gate core starts ranks by torchrun, and its reader is told errors of two ranks.
+@pytest.mark.soak
 def test_torchrun_shows_the_error_once_and_last(start, config_file, tmp_path):
     """Its own traceback comes before; the other rank only says that it ends with the first."""
     script = Path(sysconfig.get_path("scripts"), "pcomm")

@@ -28,7 +28,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# Ranks are told below by the other signal, too.
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
+)
 def test_one_process_saves_and_goes_on(number, train, tmp_path, capsys):
     out = tmp_path / "run"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -10,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 import yaml
 
 from core_bench.rated_network import RatedNetwork, obstacle, rated_network
 from core_support.hosts import ADDRESS, on_host
 from pcomm.core.testing.programs import PATIENCE_S, Programs, scaled_s
+from pcomm.integration.commands.train import command as train_command
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "operate-a-run.md"
 
@@ -87,12 +90,31 @@ def by_kubernetes(host: int) -> tuple[list[str], dict[str, str]]:
     }
 
 
+def test_torchrun_and_the_command_take_the_line_of_the_page() -> None:
+    """Also where no torchrun is started."""
+    words, _ = by_torchrun(1)
+    asked = torch.distributed.run.parse_args(words[1:])
+    assert (words[0], asked.nnodes, asked.node_rank, asked.nproc_per_node) == (
+        "torchrun",
+        "2",
+        1,
+        "1",
+    )
+    assert (asked.no_python, asked.training_script) == (True, "pcomm")
+    name, *options = asked.training_script_args
+    assert name == train_command.name
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    assert parser.parse_args(options).out == Path("/shared/runs/hosts")
+
+
 @pytest.mark.parametrize(
     "launcher",
-    # They differ in the names of variables, which unit tests read.
+    # They differ in the names of variables, which unit tests read. An agent of torchrun is a
+    # process more; on one host others start it.
     [
-        by_torchrun,
-        pytest.param(by_slurm, marks=pytest.mark.soak),
+        pytest.param(by_torchrun, marks=pytest.mark.soak),
+        by_slurm,
         pytest.param(by_kubernetes, marks=pytest.mark.soak),
     ],
 )

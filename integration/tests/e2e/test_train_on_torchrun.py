@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run
 
 from integration_support.short_runs import (
     allowed_by_rounding,
@@ -31,6 +33,7 @@ from pcomm.core.testing.programs import (
     wait_until,
 )
 from pcomm.integration.checkpoint.folders import newest
+from pcomm.integration.commands.train import command as train_command
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "start-ranks-by-a-launcher.md"
 ENDLESS = "1000000"
@@ -44,6 +47,12 @@ OURS = {
     "eval_every = 2": 'eval_every = "none"',
     'prompt = "word"': 'prompt = ""',
 }
+
+
+def line_of_page() -> str:
+    """The command of the page."""
+    (line,) = re.findall(r"\n```text\n(torchrun .*)\n```\n", PAGE.read_text())
+    return line
 
 
 class Job:
@@ -83,7 +92,7 @@ class Job:
         self.start_store()
 
     def start_agent(self, rank: int) -> subprocess.Popen[str]:
-        (line,) = re.findall(r"\n```text\n(torchrun .*)\n```\n", PAGE.read_text())
+        line = line_of_page()
         place, sizes = f" --rank {rank}", f" --ranks {self.size}"
         ours = {
             " --rank 0": place,
@@ -189,6 +198,27 @@ class Job:
         wait_until(lambda: not started.running(), "the end of all processes")
 
 
+def test_torchrun_and_the_command_take_the_line_of_the_page() -> None:
+    """Also where no torchrun is started."""
+    program, *words = shlex.split(line_of_page())
+    asked = torch.distributed.run.parse_args(words)
+    assert (program, asked.standalone, asked.nproc_per_node) == ("torchrun", True, "1")
+    assert (asked.max_restarts, asked.no_python, asked.training_script) == (20, True, "pcomm")
+    name, *options = asked.training_script_args
+    assert name == train_command.name
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    found = parser.parse_args(options)
+    assert (found.resilient, found.store, found.rank, found.ranks) == (
+        True,
+        "10.0.0.1:29500",
+        0,
+        6,
+    )
+
+
+# In the gate ranks die under the launcher of the command, and come back by words like these.
+@pytest.mark.soak
 def test_a_killed_worker_is_started_again_and_sigterm_to_the_agents_saves(
     start, started, config_file, tmp_path
 ):

@@ -1,4 +1,7 @@
-"""Ranks of a resilient run that die at a named place, and wait for those that come back."""
+"""Ranks of a resilient run that die at a named place, and wait for those that come back.
+
+And a process that holds the folder of a run until it dies.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 from unittest.mock import patch
@@ -25,10 +29,11 @@ from pcomm.integration.metrics import sinks
 from pcomm.integration.train.interrupt import Interrupt
 from pcomm.integration.train.loop import Outcome
 from pcomm.integration.train.resilient import GatheredSaver, ResilientRun
+from pcomm.integration.train.run_folder import lock_run
 from pcomm.ntp import Session
 from pcomm.ntp.session import Attempt, Timeouts
 
-__all__ = ["Fault", "faulty_rank"]
+__all__ = ["Fault", "faulty_rank", "hold_until_killed"]
 
 _PAUSE_S = 0.005
 
@@ -96,6 +101,18 @@ def faulty_rank(
     # Half of what the rank that writes computes would be the import.
     with patch.object(sinks, "open_tensorboard", lambda *_, **__: None):
         return run.go()
+
+
+def hold_until_killed(caller: Connection, run_dir: Path) -> None:
+    """Hold the folder of a run, and say "held"; called in a process of its own, which is killed.
+
+    Args:
+        caller: Connection to the process that kills this one.
+        run_dir: The folder.
+    """
+    with lock_run(run_dir):
+        caller.send("held")
+        caller.recv()
 
 
 def _strike(number: int, *_: object) -> None:

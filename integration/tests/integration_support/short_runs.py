@@ -45,6 +45,7 @@ __all__ = [
     "train_quietly",
     "train_steps",
     "whole_rows",
+    "without_pictures",
     "worst_difference",
     "write_words",
 ]
@@ -143,15 +144,22 @@ def run_words(
 
 
 def train_quietly(config: Config, run_dir: Path, *, must_restart: bool = False) -> Outcome:
-    """`run_training` without progress lines, the picture and TensorBoard. Collective.
+    """`run_training` without progress lines, the picture and TensorBoard. Collective."""
+    with without_pictures():
+        return run_training(config, run_dir, must_restart=must_restart, stream=io.StringIO())
 
-    To import what draws, and to draw, takes several times as long as such a run.
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Runs of this process write neither the picture nor for TensorBoard. Local.
+
+    To import what draws, and to draw, takes several times as long as a run of a test.
     """
     with (
         patch.object(run_module, "draw_loss", lambda run_dir: None),
         patch.object(sinks, "open_tensorboard", lambda *_, **__: None),
     ):
-        return run_training(config, run_dir, must_restart=must_restart, stream=io.StringIO())
+        yield
 
 
 @contextmanager

@@ -99,6 +99,7 @@ def test_the_models_differ_and_learn(single):
 
 # What only adds one division to another runs with the long tests.
 SOAKED = ("tp2 ep2", "tp2+sequence", "dp4 ep4", "cp2 x dp2 ep2", "tp2 x dp2 ep2", "cp2 x tp2 ep1")
+SOAKED += ("cp4 ep4", "tp2 x dp2 ep4")
 
 
 def divisions(of: dict[str, ParallelConfig]) -> list[Any]:

@@ -85,7 +85,7 @@ def alone(run_dir: Path, counts: list[int]) -> torch.Tensor:
     return torch.tensor([[row[key] for key in NUMBERS] for row in rows], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("rule", ["absorb", "shrink"])
+@pytest.mark.parametrize("rule", ["absorb", pytest.param("shrink", marks=pytest.mark.soak)])
 def test_two_replicas_die_one_after_the_other_and_one_comes_back(rule, tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
     many = config(ParallelConfig(dp=3, lost_replica=rule))
@@ -147,7 +147,7 @@ def test_a_replica_comes_back_rank_by_rank_and_a_plain_run_reads_on_where_it_end
     assert batches == [sum(counts)]
 
 
-@pytest.mark.parametrize("rule", ["absorb", "shrink"])
+@pytest.mark.parametrize("rule", [pytest.param("absorb", marks=pytest.mark.soak), "shrink"])
 def test_steps_that_are_done_again_from_a_checkpoint_read_the_same_rows(
     rule: Literal["absorb", "shrink"], tmp_path
 ):

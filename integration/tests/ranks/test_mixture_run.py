@@ -14,6 +14,7 @@ from pcomm.core.testing import ranks
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.config.toml import apply_overrides
+from pcomm.integration.forecast import dry_run as dry_run_module
 from pcomm.integration.forecast.dry_run import dry_run
 
 
@@ -58,7 +59,9 @@ def test_other_weights_are_refused_by_the_run_and_by_its_dry_run_alike(text, tmp
         assert str(dry.value) == str(real.value)
 
 
-def test_the_dry_run_tells_each_source_and_keeps_no_tokens(text, tmp_path):
+def test_the_dry_run_tells_each_source_and_keeps_no_tokens(text, tmp_path, monkeypatch):
+    # This machine, which is no matter here, is measured for a moment only.
+    monkeypatch.setattr(dry_run_module, "_REPLAY_S", 0.05)
     cache = tmp_path / "cache"
     config = apply_overrides(recipes.tiny(), [*mixture(text), f"data.cache={cache}"])
     needs = str(dry_run(config, tmp_path / "run", 1))

@@ -16,6 +16,7 @@ import torch
 from integration_support.faulty_runs import Fault, faulty_rank
 from integration_support.short_runs import (
     NUMBERS,
+    Steps,
     open_trainer,
     prepare_words,
     tiny_config,
@@ -64,7 +65,14 @@ def shard(copies: int, **sizes: int) -> ParallelConfig:
     return ParallelConfig(data="shard", copies=copies, **sizes)
 
 
-PLAIN = ParallelConfig(dp=2, tp=2)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """The run on one process."""
+    run_dir = prepare_words(tmp_path_factory.mktemp("alone"), documents=40)
+    return train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
+
+
+PLAIN = ParallelConfig(dp=2)
 # Rank 1 is asked to stop in the third step, after which all save.
 STOP = Fault(rank=1, step=2, number=signal.SIGINT)
 
@@ -87,9 +95,8 @@ STOP = Fault(rank=1, step=2, number=signal.SIGINT)
     ],
     ids=["deaths", "tp", "back", "other ranks", "without owners", "with owners"],
 )
-def test_it_learns_what_one_process_learns(runs, generations, tmp_path):
+def test_it_learns_what_one_process_learns(runs, generations, alone, tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
-    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
     for parallel, faults in runs:
         reports = run(parallel, run_dir, faults)
         dead = {one.rank for one in faults if one.number == signal.SIGKILL}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -132,6 +133,15 @@ RUNS_ON_FOUR = [
     *((name, FP64, MIXED) for name in ON_FOUR_CONTEXT),
     ("tp2+sequence x dp2", FP32, "A"),
 ]
+# Two ranks, or others of four, do these with as many groups.
+SOAKED = ["dp4", "tp2 x dp2", "cp4 state", "cp2 x tp2"]
+
+
+def marked(run: tuple[str, torch.dtype, str]) -> Any:
+    """Parameters of a test, some of them with the mark of long ones."""
+    name, dtype, _ = run
+    is_soaked = name in SOAKED or (name in ON_FOUR and dtype == FP32)
+    return pytest.param(*run, marks=[pytest.mark.soak] * is_soaked)
 
 
 @pytest.mark.parametrize(("name", "dtype", "pattern"), RUNS_ON_TWO, ids=str)
@@ -140,7 +150,7 @@ def test_two_ranks(rank, name, dtype, pattern, run_dir, single):
     assert_as_alone(DIVISIONS[name], run_dir, single, dtype, pattern)
 
 
-@pytest.mark.parametrize(("name", "dtype", "pattern"), RUNS_ON_FOUR, ids=str)
+@pytest.mark.parametrize(("name", "dtype", "pattern"), [*map(marked, RUNS_ON_FOUR)], ids=str)
 @ranks(4)
 def test_four_ranks(rank, name, dtype, pattern, run_dir, single):
     assert_as_alone(DIVISIONS[name], run_dir, single, dtype, pattern)

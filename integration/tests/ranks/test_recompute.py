@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +56,17 @@ def test_one_rank_computes_the_same_again(name, dtype, run_dir):
     assert_same_bits(again, plain)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ON_TWO if "missing" not in kind])
+# Shards of stage 3 are gathered again, too, and experts are computed in both streams alone.
+SOAKED = ("shards of stage 2",)
+SOAKED_NARROW = ("experts",)
+
+
+def kinds(names: Iterable[str], soaked: Sequence[str]) -> list[Any]:
+    """Parameters of a test, some of them with the mark of long ones."""
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in soaked)) for name in names]
+
+
+@pytest.mark.parametrize("kind", kinds((kind for kind in ON_TWO if "missing" not in kind), SOAKED))
 @ranks(2)
 def test_two_ranks_compute_and_send_the_same_again(rank, kind, run_dir):
     parallel, model = ON_TWO[kind]
@@ -64,7 +76,10 @@ def test_two_ranks_compute_and_send_the_same_again(rank, kind, run_dir):
     assert_same_bits(again, plain)
 
 
-@pytest.mark.parametrize("kind", ["shards of stage 3", "tensor and sequence parallel", "experts"])
+@pytest.mark.parametrize(
+    "kind",
+    kinds(["shards of stage 3", "tensor and sequence parallel", "experts"], SOAKED_NARROW),
+)
 @ranks(2)
 def test_two_ranks_compute_the_same_again_with_a_narrow_stream(rank, kind, run_dir):
     parallel, model = ON_TWO[kind]

@@ -7,8 +7,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ from unittest.mock import patch
 
 import pytest
 
+from integration_support.faulty_runs import hold_until_killed
 from integration_support.short_runs import prepare_words, run_words
 from pcomm.core import PcommError, connect
 from pcomm.core.errors import ConfigError, PeerError
+from pcomm.core.process.launch import fork_server, start_rank, starting
 from pcomm.core.testing import ranks
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.data import tokenizer
@@ -107,26 +107,16 @@ def test_a_folder_that_hosts_do_not_share_is_an_error_on_each(rank, text, tmp_pa
 
 # -- the lock --------------------------------------------------------------------------------
 
-HOLDER = """
-import sys
-import threading
-from pathlib import Path
-from pcomm.integration.train.run_folder import lock_run
-with lock_run(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
 
 def test_a_second_run_in_one_folder_is_told_of_the_first(text, tmp_path):
     run = tmp_path / "run"
     run_words(text, run)
     before = contents(run)
-    command = [sys.executable, "-c", HOLDER, str(run)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as holder:
+    with starting(imports_main=False):
+        holder, theirs = start_rank(fork_server(()), "holder", hold_until_killed, run, duplex=True)
+    with theirs:
         try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
+            assert theirs.recv() == "held"
             expected = rf"folder {run}: a run of process {holder.pid} on host \S+, which is under"
             with pytest.raises(ConfigError, match=expected):
                 run_words(text, run, "train.steps=6", must_restart=True)
@@ -136,6 +126,7 @@ def test_a_second_run_in_one_folder_is_told_of_the_first(text, tmp_path):
         finally:
             # It dies without a chance to tidy up.
             holder.kill()
+            holder.join()
     assert (run / ".lock").exists()
     assert run_words(text, run, "train.steps=5").steps == 5
     assert not (run / ".lock").exists()

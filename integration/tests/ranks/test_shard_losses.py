@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -95,13 +96,23 @@ def assert_as_alone(
     assert worst <= 1e-9, f"{name} is off by {worst:.1e}"
 
 
+# What two ranks do, too, or another division of four.
+SOAKED_DIVISIONS = ("zero3", "zero1 x tp2", "ep2 x tp2")
+
+
+def divisions(of: dict[str, ParallelConfig]) -> list[Any]:
+    """Parameters of a test on four ranks, some of them with the mark of long ones."""
+    marks = {name: [pytest.mark.soak] * (name in SOAKED_DIVISIONS) for name in of}
+    return [pytest.param(of[name], id=name, marks=marks[name]) for name in of]
+
+
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
 def test_two_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, MIXED)
 
 
-@pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
+@pytest.mark.parametrize("parallel", divisions(ON_FOUR))
 @ranks(4)
 def test_four_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, MIXED)
@@ -120,7 +131,7 @@ def test_experts_on_two_ranks(rank, run_dir, single):
     assert_as_alone(ParallelConfig(dp=2, ep=2, **SHARD), run_dir, single, "experts")
 
 
-@pytest.mark.parametrize("parallel", WITH_EXPERTS.values(), ids=WITH_EXPERTS)
+@pytest.mark.parametrize("parallel", divisions(WITH_EXPERTS))
 @ranks(4)
 def test_experts_on_four_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, "experts")

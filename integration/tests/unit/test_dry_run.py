@@ -76,6 +76,12 @@ def cluster(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine does in a step is no matter here, and is measured for a moment only."""
+    monkeypatch.setattr(dry_run_module, "_REPLAY_S", 0.05)
+
+
 def refusal(call) -> str | None:
     try:
         call()
@@ -130,6 +136,8 @@ def test_a_checkpoint_holds_the_parameters_and_what_the_optimizer_keeps(text, cl
     assert 0 <= memory.weights + memory.optimizer - found.checkpoint_bytes < 200
 
 
+# A row for each of eight replicas, where those of the command have 256 tokens.
+ROWS_OF_32 = ["train.sequence_length=32", "train.global_batch_tokens=256"]
 SHORT = ["train.steps=1", "train.eval_every='none'"]
 
 
@@ -280,8 +288,8 @@ def test_a_cluster_that_is_none(tmp_path, content, wanted):
 
 
 def test_the_screen_of_many_ranks(tmp_path, text, cluster, capsys):
-    words = ["model.layers=2", "model.width=64", "train.global_batch_tokens=16384"]
-    words += ["parallel.tp=2", "parallel.data='shard'", "data.vocabulary=300"]
+    words = ["model.layers=2", "model.width=64", "parallel.tp=2", *ROWS_OF_32]
+    words += ["parallel.data='shard'", "data.vocabulary=300"]
     sets = [part for word in (f"data.path=['{text}']", *words) for part in ("--set", word)]
     out = tmp_path / "deep" / "run"
     command = ["train", "--dry-run", "--ranks", "16", "--out", str(out), *sets]
@@ -381,6 +389,7 @@ def test_a_resilient_dry_run_says_what_is_survived(
 ):
     cluster.write_text(CLUSTER + f"ranks_per_host = {per_host}\n")
     settings = [f"data.path=['{text}']", "checkpoint.every='end'", "parallel.dp=4", *words]
+    settings += ["model.layers=1", *ROWS_OF_32]
     options = [word for one in settings for word in ("--set", one)]
     command = ["train", "--dry-run", "--resilient", "--ranks", "5", *options]
     assert main([*command, "--cluster", str(cluster)]) == 0

@@ -253,6 +253,10 @@ def dry_run(
             tokens, corpus = float(train.num_tokens), train
         if resolved.model.from_ and kept is None:
             check_first_weights(resolved, Path(resolved.model.from_))
+        if kept is not None:
+            check_resumable(resolved, folder, prepared.fingerprint if prepared else None)
+            Progress.resumed(kept, resolved.train)
+            check_files(kept)
         batches = _batches(resolved, corpus)
         if corpus is not None:
             epochs = batches.epochs(resolved.train.steps)
@@ -260,10 +264,6 @@ def dry_run(
         per_host = num_ranks if machine is None else machine.ranks_per_host
         resilient = count_resilient_step(resolved, batches, per_host) if is_resilient else None
         step = count_step(resolved, batches) if resilient is None else resilient.step
-        if kept is not None:
-            check_resumable(resolved, folder, prepared.fingerprint if prepared else None)
-            Progress.resumed(kept, resolved.train)
-            check_files(kept)
     replay = None
     if machine is None:
         machine, replay = (
