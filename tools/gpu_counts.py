@@ -7,7 +7,7 @@ The models, the engine and the optimizer are those of a run. A test compares the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 from pcomm.integration.train.optimizers import ParameterKinds, make_optimizer
 from repository import ROOT
-from training_memory import section
+from training_memory import RUNS, Run, section
 
 __all__ = ["PAGE", "layers", "optimizer_step", "page", "release", "steps"]
 
@@ -323,8 +323,8 @@ _GOALS = """
 """
 
 
-def page() -> str:
-    """The text of the page."""
+def page(runs: Iterable[Run] = RUNS) -> str:
+    """The text of the page, with memory in these runs."""
     served, trained = steps(), layers()
     count, update = optimizer_step()
     text = _HEAD.format(torch=release(), layers=LAYERS)
@@ -345,7 +345,7 @@ def page() -> str:
     text += _OPTIMIZER.format(
         count=count, launches=update.total, waits=update.waits, size=_gb(update.num_bytes)
     )
-    text += section()
+    text += section(runs)
     text += _GOALS
     decode, many, drawn, changed, _, prompt = served
     mixed = _a_layer(decode.counted.total - decode.sampling)

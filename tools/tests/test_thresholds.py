@@ -3,6 +3,7 @@
 import ast
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -88,14 +89,20 @@ def test_every_number_is_in_the_table_once():
     assert gone == set(), "these are in tools/thresholds.toml, and nowhere else"
 
 
+@cache
+def functions_in(path: str) -> list[str]:
+    """Names of the functions at the top of a file."""
+    body = ast.parse(Path(ROOT, path).read_text()).body
+    return [node.name for node in body if isinstance(node, ast.FunctionDef)]
+
+
 @pytest.mark.parametrize("name", TABLE["thresholds"])
 def test_the_tests_of_a_threshold_are_there(name):
     tests = TABLE["thresholds"][name]
     assert tests
     for test in tests:
         path, _, function = test.partition("::")
-        body = ast.parse(Path(ROOT, path).read_text()).body
-        assert function in [node.name for node in body if isinstance(node, ast.FunctionDef)], test
+        assert function in functions_in(path), test
 
 
 def test_what_hangs_is_shown_by_its_ranks_before_pytest_ends_it():
