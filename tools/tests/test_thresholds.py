@@ -42,15 +42,21 @@ def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
         yield from ((t.id, v) for t, v in pairs if isinstance(t, ast.Name))
 
 
+@cache
+def statements(source: str) -> list[ast.stmt]:
+    """What is at the top of a module."""
+    return ast.parse(source).body
+
+
 def numbers_in(source: str) -> list[str]:
     """Names at the top of a module that stand for numbers."""
-    found = chain.from_iterable(map(assigned, ast.parse(source).body))
+    found = chain.from_iterable(map(assigned, statements(source)))
     return [name for name, value in found if is_number(value)]
 
 
 def fields_in(source: str) -> list[str]:
     """`Class.field` of every field of a class that is a number by default."""
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in statements(source) if isinstance(node, ast.ClassDef)]
     return [f"{c.name}.{name}" for c in classes for node in c.body for name, _ in assigned(node)]
 
 
