@@ -35,7 +35,7 @@ from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 from pcomm.integration.train.optimizers import ParameterKinds, make_optimizer
 from repository import ROOT
-from training_memory import section
+from training_memory import RUNS, Run, section
 
 __all__ = ["PAGE", "layers", "optimizer_step", "page", "release", "steps"]
 
@@ -364,8 +364,8 @@ _GOALS = """
 """
 
 
-def page() -> str:
-    """The text of the page."""
+def page(runs: Iterable[Run] = RUNS) -> str:
+    """The text of the page, with memory in these runs."""
     served, trained = steps(), layers()
     count, update = optimizer_step()
     text = _HEAD.format(torch=release(), layers=LAYERS)
@@ -386,7 +386,7 @@ def page() -> str:
     text += _OPTIMIZER.format(
         count=count, launches=update.total, waits=update.waits, size=_gb(update.num_bytes)
     )
-    text += section()
+    text += section(runs)
     text += _GOALS
     decode, many, drawn, changed, mixed, prompt, _ = served
     of_layer = _a_layer(decode.counted.total - decode.sampling)

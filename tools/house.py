@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from faces import module_of
@@ -45,6 +46,7 @@ def shared_class_names() -> dict[str, list[str]]:
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """The imports between the modules of a package. A face counts as a module of its own."""
     paths = {module_of(path): path for path in sources()}

@@ -11,7 +11,7 @@ as on a device. Torch's attention keeps on both what flash attention keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cache
@@ -33,7 +33,17 @@ from pcomm.integration.parallelize import build_model, open_run_groups
 from pcomm.integration.train.trainer import Trainer
 from what_fits import MODELS, Size
 
-__all__ = ["FIRST", "RUNS", "Norm", "Run", "kept_by_a_layer", "moments", "peak", "section"]
+__all__ = [
+    "FIRST",
+    "RUNS",
+    "Norm",
+    "Run",
+    "begin_of_row",
+    "kept_by_a_layer",
+    "moments",
+    "peak",
+    "section",
+]
 
 VOCABULARY, KV_HEADS = 128_256, 8
 # One row on each rank.
@@ -197,9 +207,15 @@ it was compared with a GPU**; on CPUs the same count is within 0.04 % of torch's
 """
 
 
-def section() -> str:
-    """The part of docs/gpu-counts.md about memory."""
-    return _HEAD.format(tokens=TOKENS) + "".join(map(row, RUNS))
+def section(runs: Iterable[Run] = RUNS) -> str:
+    """The part of docs/gpu-counts.md about memory, with the lines of these runs."""
+    return _HEAD.format(tokens=TOKENS) + "".join(map(row, runs))
+
+
+def begin_of_row(run: Run) -> str:
+    """The line of a run up to its numbers."""
+    ranks = "1 rank" if run.ranks == 1 else f"shards on {run.ranks}"
+    return f"| {run.model}, {ranks} | {'computed again' if run.recompute else 'kept'} |"
 
 
 def row(run: Run) -> str:
@@ -208,7 +224,5 @@ def row(run: Run) -> str:
     # Behind the last block nothing is kept any more.
     kept = 0 if memory.gradients else layers * kept_by_a_layer(run)
     parts = (memory.weights, memory.optimizer, memory.gradients, kept, memory.activations - kept)
-    ranks = "1 rank" if run.ranks == 1 else f"shards on {run.ranks}"
-    how = "computed again" if run.recompute else "kept"
-    cells = [f"{run.model}, {ranks}", how, *(f"{part / 1e9:.1f}" for part in parts)]
-    return f"| {' | '.join(cells)} | {memory.peak / 1e9:.1f} |\n"
+    cells = [f"{part / 1e9:.1f}" for part in (*parts, memory.peak)]
+    return f"{begin_of_row(run)} {' | '.join(cells)} |\n"

@@ -3,6 +3,7 @@
 import ast
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -41,15 +42,21 @@ def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
         yield from ((t.id, v) for t, v in pairs if isinstance(t, ast.Name))
 
 
+@cache
+def statements(source: str) -> list[ast.stmt]:
+    """What is at the top of a module."""
+    return ast.parse(source).body
+
+
 def numbers_in(source: str) -> list[str]:
     """Names at the top of a module that stand for numbers."""
-    found = chain.from_iterable(map(assigned, ast.parse(source).body))
+    found = chain.from_iterable(map(assigned, statements(source)))
     return [name for name, value in found if is_number(value)]
 
 
 def fields_in(source: str) -> list[str]:
     """`Class.field` of every field of a class that is a number by default."""
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in statements(source) if isinstance(node, ast.ClassDef)]
     return [f"{c.name}.{name}" for c in classes for node in c.body for name, _ in assigned(node)]
 
 
@@ -88,14 +95,20 @@ def test_every_number_is_in_the_table_once():
     assert gone == set(), "these are in tools/thresholds.toml, and nowhere else"
 
 
+@cache
+def functions_in(path: str) -> list[str]:
+    """Names of the functions at the top of a file."""
+    body = ast.parse(Path(ROOT, path).read_text()).body
+    return [node.name for node in body if isinstance(node, ast.FunctionDef)]
+
+
 @pytest.mark.parametrize("name", TABLE["thresholds"])
 def test_the_tests_of_a_threshold_are_there(name):
     tests = TABLE["thresholds"][name]
     assert tests
     for test in tests:
         path, _, function = test.partition("::")
-        body = ast.parse(Path(ROOT, path).read_text()).body
-        assert function in [node.name for node in body if isinstance(node, ast.FunctionDef)], test
+        assert function in functions_in(path), test
 
 
 def test_what_hangs_is_shown_by_its_ranks_before_pytest_ends_it():

@@ -28,7 +28,11 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp.sharded import Sharded
 
 both = pytest.mark.parametrize("strategy", ["zero3", "zero1"])
-every = pytest.mark.parametrize("strategy", ZERO)
+# What is between two others, the long form does, too.
+BETWEEN = {"zero2": pytest.mark.soak}
+every = pytest.mark.parametrize(
+    "strategy", [pytest.param(one, marks=BETWEEN.get(one, ())) for one in ZERO]
+)
 
 
 class Layer(nn.Linear):
@@ -342,7 +346,9 @@ def test_what_is_frozen_for_an_evaluation(rank: int) -> None:
         check_step(sharded, plain, 0, rank)
 
 
-@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(one, marks=BETWEEN.get(one, ())) for one in STAGES]
+)
 @ranks(2)
 def test_evaluations_see_the_parameters_that_there_are(rank: int, strategy: str) -> None:
     """At each place in a step alone and at all, and what a state dict wrote; none changes it."""

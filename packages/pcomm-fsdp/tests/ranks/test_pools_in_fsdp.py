@@ -302,7 +302,16 @@ def test_a_reservation_that_is_too_small_is_an_error_and_not_slow(rank: int, use
         registered_memory.plan_arenas = planned
 
 
-@pytest.mark.parametrize("recompute", ["blocks", "reentrant", "inside", "all blocks at once"])
+# What pools hold depends on what is gathered at once.
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "blocks",
+        pytest.param("reentrant", marks=pytest.mark.soak),
+        pytest.param("inside", marks=pytest.mark.soak),
+        "all blocks at once",
+    ],
+)
 @ranks(2)
 def test_recompute(rank: int, recompute: str) -> None:
     """Units that are computed again together are gathered together, and that is said."""

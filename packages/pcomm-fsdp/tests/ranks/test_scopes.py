@@ -162,8 +162,15 @@ def gradients(model: nn.Module, batches: list[Tensor]) -> None:
         (model(batch).square().mean() / len(batches)).backward()
 
 
-@pytest.mark.parametrize("dim", [64, 1024], ids=["small", "real"])
-@pytest.mark.parametrize("separate", ["always", "never"])
+@pytest.mark.parametrize(
+    ("separate", "dim"),
+    [
+        ("always", 64),
+        ("never", 64),
+        ("always", 1024),
+        pytest.param("never", 1024, marks=pytest.mark.soak),
+    ],
+)
 @ranks(2)
 def test_gradients_of_both_scopes_are_those_of_one_process(
     rank: int, separate: str, dim: int

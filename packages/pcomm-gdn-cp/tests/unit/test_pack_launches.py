@@ -20,7 +20,7 @@ from pcomm.gdn_cp.triton_packing import TritonPacking
 
 launches, packing = [], TritonPacking()
 with fake_driver(int(sys.argv[1]), launches):
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in map(torch.__dict__.get, sys.argv[2:]):
         shares = HeadShare(GdnSpec(4, 8, 16, 16), 4, 0).sections
         shards = [share.columns for share in shares]
         sections = [torch.zeros(16, share.section.width, dtype=dtype) for share in shares]
@@ -33,14 +33,28 @@ print(*(launch[0] for launch in launches))
 """
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.soak)])
-def test_packs_are_launched_as_they_were_compiled(capability):
+BOTH = ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtypes"),
+    [
+        (90, BOTH[:1]),
+        pytest.param(90, BOTH, marks=pytest.mark.soak),
+        pytest.param(100, BOTH, marks=pytest.mark.soak),
+    ],
+)
+def test_packs_are_launched_as_they_were_compiled(capability, dtypes):
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(capability)],
+        [sys.executable, "-c", PROGRAM, str(capability), *dtypes],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == 2 * ["pack_kernel", "unpack_kernel", *4 * ["pack_kernel"]]
+    assert done.stdout.split() == len(dtypes) * [
+        "pack_kernel",
+        "unpack_kernel",
+        *4 * ["pack_kernel"],
+    ]

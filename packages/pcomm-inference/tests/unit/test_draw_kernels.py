@@ -242,11 +242,19 @@ def test_tokens_are_chosen_in_five_launches(vocabulary: int, capability: int) ->
     assert {launch[2] for launch in found} == {STREAM}
 
 
-def test_a_row_alone_is_launched_as_well() -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "settings", "edits"),
+    [
+        (1, FP32, {"repetition_penalty": 2.0}, ["edit_kernel"]),
+        long_form(300, BF16, {"top_k": 5}, []),
+    ],
+)
+def test_a_row_alone_is_launched_as_well(
+    vocabulary: int, dtype: torch.dtype, settings: dict[str, Any], edits: list[str]
+) -> None:
     """Triton compiles a size of 1 as a constant, which has no methods."""
     found: list[tuple[Any, ...]] = []
     with fake_driver(90, found):
-        by_kernels(logits_of(1, 300, BF16), [row(top_k=5)])
-        by_kernels(logits_of(1, 1, FP32), [row(repetition_penalty=2.0)])
+        by_kernels(logits_of(1, vocabulary, dtype), [row(**settings)])
     names = ["largest_kernel", "draw_kernel", "choose_kernel"]
-    assert [launch[0] for launch in found] == [*names, "edit_kernel", *names]
+    assert [launch[0] for launch in found] == [*edits, *names]

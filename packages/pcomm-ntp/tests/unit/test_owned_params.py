@@ -195,18 +195,25 @@ def test_hosts_that_are_named_are_apart_and_mistakes_are_refused() -> None:
     refused(TopologyError, "no host of rank 1", Hosts.of, topology, 2, {0: "x"})
 
 
-@pytest.mark.parametrize("most", [1 << 23, 20])
+DEGREES = [
+    # Of split parameters nobody else has the units.
+    ((2,), 1),
+    ((1, 1), 1),
+    ((1, 1, 1, 1), 2),
+    ((2, 2, 2), 2),
+    ((3, 2, 3), 2),
+    ((3, 1), 1),
+    ((2, 3, 1, 3), 3),
+]
+# Several messages to a group, of replicas of one degree and of two; the long form has all.
+CUT = [((1, 1), 1), ((3, 2, 3), 2)]
+
+
 @pytest.mark.parametrize(
-    ("degrees", "copies"),
+    ("degrees", "copies", "most"),
     [
-        # Of split parameters nobody else has the units.
-        ((2,), 1),
-        ((1, 1), 1),
-        ((1, 1, 1, 1), 2),
-        ((2, 2, 2), 2),
-        ((3, 2, 3), 2),
-        ((3, 1), 1),
-        ((2, 3, 1, 3), 3),
+        *((*one, 1 << 23) for one in DEGREES),
+        *(pytest.param(*one, 20, marks=[pytest.mark.soak] * (one not in CUT)) for one in DEGREES),
     ],
 )
 def test_training_equals_one_process_with_its_share_of_state_and_bytes(

@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class CompiledKernel:
 
     def machine_code(self) -> str:
         """The instructions of the device as text. Raises FileNotFoundError without nvdisasm."""
-        return _run_tool("nvdisasm", ["-c"], self.cubin)
+        return _run_tool("nvdisasm", ("-c",), self.cubin)
 
     def resources(self) -> dict[str, int]:
         """Use of REG (registers of a thread), STACK, SHARED and LOCAL (bytes), by these names.
@@ -67,7 +68,7 @@ class CompiledKernel:
         Registers that do not suffice show as bytes of STACK. Raises FileNotFoundError without
         cuobjdump.
         """
-        usage = _run_tool("cuobjdump", ["--dump-resource-usage"], self.cubin)
+        usage = _run_tool("cuobjdump", ("--dump-resource-usage",), self.cubin)
         return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", usage)}
 
 
@@ -228,7 +229,8 @@ def _tool(name: str) -> Path:
     return tool
 
 
-def _run_tool(name: str, options: list[str], cubin: bytes) -> str:
+@cache
+def _run_tool(name: str, options: tuple[str, ...], cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)

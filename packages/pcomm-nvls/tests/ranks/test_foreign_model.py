@@ -16,10 +16,11 @@ from core_support.works_with import check_outcome, models, outcome
 from nvls_support.emulation import emulate
 from pcomm.core.testing import ranks
 
-FEW = ("llama", "qwen2", "mixtral")
+# Dense layers, and experts.
+FEW = ("llama", "mixtral")
 MORE = (
-    *("cohere", "gemma2", "glm4", "gpt_oss", "granite", "mistral", "olmo2", "phi3", "qwen3"),
-    *("qwen3_moe", "starcoder2"),
+    *("cohere", "gemma2", "glm4", "gpt_oss", "granite", "mistral", "olmo2", "phi3", "qwen2"),
+    *("qwen3", "qwen3_moe", "starcoder2"),
 )
 
 

@@ -143,12 +143,12 @@ SUMS = {
 }
 KINDS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 
-# The way changes one piece of code in each kernel, and Blackwell differs in the instruction of the
-# switch: one case of each kernel by peers, and each sum on Blackwell.
-BY_PEERS = ["all_gather", "reduce_scatter bf16", "one_shot bf16", "two_shot bf16", "all_gather_v"]
-BY_PEERS += ["gather_to_rank", "all_reduce_add fp16 two", "reduce_scatter_add bf16 rows"]
+# The way changes one piece of code, which all kernels share, and Blackwell differs in the
+# instruction of the switch: by peers a kernel that only stores, one that also sums, and both of
+# rows; each sum on Blackwell.
+BY_PEERS = ["all_gather", "two_shot bf16", "all_gather_v", "all_reduce_add fp16 two"]
 ON_BLACKWELL = ["all_gather", *(f"reduce_scatter {kind}" for kind in KINDS)]
-ON_BLACKWELL += ["reduce_scatter_v bf16", "all_reduce_add fp16 two", "reduce_scatter_add fp32 no"]
+ON_BLACKWELL += ["all_reduce_add fp16 two"]
 KEPT = {("peers", 90): BY_PEERS, ("multicast", 100): ON_BLACKWELL, ("peers", 100): []}
 TARGETS = [
     pytest.param(case, *target, marks=[] if case in KEPT.get(target, [case]) else pytest.mark.soak)

@@ -425,8 +425,16 @@ def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Work
 CASES = [(name, algo) for name, one in OPERATION_FACTS.items() for algo in one.algorithms]
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize(("name", "algo"), CASES)
+# Kernels that read from peers have no instruction that only Blackwell has.
+@pytest.mark.parametrize(
+    ("name", "algo", "capability"),
+    [
+        pytest.param(*case, capability, marks=[pytest.mark.soak] * is_long)
+        for capability in (90, 100)
+        for case in CASES
+        for is_long in [capability == 100 and case[1] == "p2p"]
+    ],
+)
 def test_each_operation_is_launched_as_it_was_compiled(name, algo, capability):
     """The driver refuses all else: in first calls, in repeated ones, and under a profiler."""
     launches: list[tuple[Any, ...]] = []
