@@ -140,7 +140,7 @@ def test_gated_delta_rule(
 @WAYS
 @SIZES
 def test_mamba2(lengths: tuple[int, ...], key_dim: int, value_dim: int, way: Kernels) -> None:
-    """Its parameters get what the decays get times their logarithms; time steps also what is new."""
+    """Parameters get what the decays get, times their logarithms; time steps what is new, too."""
     sizes = {"groups": 2, "state_dim": key_dim, "head_dim": value_dim}
     inputs = ssd_inputs(lengths, heads=NUM_HEADS, dtype=torch.float32, **sizes)
     logs_TH = logs_of_decays(sum(lengths))

@@ -390,16 +390,18 @@ def pairwise_decay(decay_MGRC: Tensor) -> Tensor:
 def gradient_of_decays(
     pairs_MGRCC: Tensor | None, started_MGRC: Tensor | None, ending_MGRC: Tensor | None
 ) -> Tensor:
-    """What the logarithm of each token's decay gets, from terms that contain their decays.
+    """What the logarithm of each token's decay gets, from terms that have their decays already.
 
-    The term of tokens i and j has passed the decay of every token t from j + 1 to i, and these get
-    it. So they are summed for each t, and never subtracted: the sum for all i less that for all j
-    would be right too, but where decays are strong it is a rounding of the terms that meet none.
+    The term of tokens i and j has passed the decay of every token t from j + 1 to i, and each of
+    these gets it. Terms are only added, so an error is a rounding of what the decays leave over.
+    The sum over i less that over j, as in arXiv 2312.06635, would cost less; but behind strong
+    decays, what is left of the two is a rounding of terms that have passed none.
 
     Args:
-        pairs_MGRCC: Terms that decayed from token j to token i; those of j >= i do not count.
-        started_MGRC: Terms that decayed from the start of the chunk to token i.
-        ending_MGRC: Terms that decayed from token j to the end of the chunk.
+        pairs_MGRCC: Terms that decayed from token j to token i, if there are any; those of
+            j >= i do not count.
+        started_MGRC: Terms that decayed from the start of the chunk to token i, if any.
+        ending_MGRC: Terms that decayed from token j to the end of the chunk, if any.
 
     Returns:
         `[M, G, R, C]`.

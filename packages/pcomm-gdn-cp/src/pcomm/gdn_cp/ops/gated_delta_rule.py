@@ -380,19 +380,18 @@ class _DeltaScan(torch.autograd.Function):
         step_sizes: tuple[int, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_chunks, num_groups, num_repeats, _, width = v.shape
-        values, known = v * beta.unsqueeze(-1), torch.empty_like(v)
+        values, known = v * beta.unsqueeze(-1), v.new_empty(*k.shape[:-1], num_repeats * width)
         states = v.new_empty(num_chunks, num_groups, k.shape[-1], num_repeats, width)
-        from_start, (to_end, whole) = decay_from_start(decay), decay_to_end(decay)
+        known_factor, (to_end, whole) = -decay_from_start(decay) * beta, decay_to_end(decay)
         state, finals = initial, list[Tensor]()
-        given = (k, beta, inverse, from_start, to_end, whole, values, known, states)
+        given = (k, inverse, known_factor, to_end, whole, values, known, states)
         with full_precision(v):
             for now in zip(*(x.split(step_sizes) for x in given), strict=True):
-                keys, correction, solver, started, ending, rest, written, found, entered = now
+                keys, solver, factor, ending, rest, written, found, entered = now
                 finals.append(state[len(keys) :])
                 entered.copy_(state[: len(keys)])
-                wide = (keys @ entered.flatten(-2)).unflatten(-1, (num_repeats, width))
-                torch.mul(wide.transpose(2, 3), started.unsqueeze(-1), out=found)
-                error = torch.addcmul(written, found, correction.unsqueeze(-1), value=-1)
+                torch.matmul(keys, entered.flatten(-2), out=found)
+                error = torch.addcmul(written, _by_head(found, width), factor.unsqueeze(-1))
                 torch.matmul(solver, error, out=written)
                 state = entered * rest
                 state += (keys.mT @ side_by_side(written, ending)).view_as(state)
@@ -411,7 +410,10 @@ class _DeltaScan(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """What forward keeps; `known` is v - r, and `states` those that enter the chunks."""
+    """What forward keeps; `states` enter the chunks, and `known` is what keys read from them.
+
+    There, value heads of a key head lie side by side.
+    """
 
     k: Tensor
     v: Tensor
@@ -425,9 +427,9 @@ class _Kept(NamedTuple):
 
 
 class _Back(NamedTuple):
-    """Gradients of what is written by what it leaves, of beta r, of what was known, of states."""
+    """What keys see of the states' gradients, and gradients: of beta r, of `known`, of states."""
 
-    ending: Tensor
+    seen: Tensor
     right: Tensor
     known: Tensor
     left: Tensor
@@ -442,27 +444,26 @@ def _scan_back(
     step_sizes: tuple[int, ...],
 ) -> _Back:
     """The transposed chain, from the last step to the first: all that has to wait."""
-    k, num_repeats, width = kept.k, kept.v.shape[2], kept.v.shape[-1]
+    k, width = kept.k, kept.v.shape[-1]
     to_end, whole = decay_to_end(kept.decay)
     known_factor = -decay_from_start(kept.decay) * kept.beta
-    leaves, right = torch.empty_like(kept.v), torch.empty_like(kept.v)
-    known = kept.v.new_empty(*k.shape[:-1], num_repeats * width)
+    seen, right, known = (torch.empty_like(x) for x in (kept.known, kept.v, kept.known))
     left = torch.empty_like(kept.states)
     state = grad_final[:0]
     given = (k, kept.inverse, grad_values, grad_states, to_end, whole, known_factor)
-    made = (leaves, right, known, left)
+    made = (seen, right, known, left)
     steps = zip(*(x.split(step_sizes) for x in (*given, *made)), strict=True)
     for now in reversed(list(steps)):
         keys, solver, arriving, entering, ending, rest, factor, *own = now
-        ends, rights, knowns, leaving = own
+        found, rights, knowns, leaving = own
         torch.cat([state, grad_final[len(state) : len(keys)]], out=leaving)
-        seen = (keys @ leaving.flatten(-2)).unflatten(-1, (num_repeats, width))
-        torch.mul(seen.transpose(2, 3), ending.unsqueeze(-1), out=ends)
-        torch.matmul(solver.mT, arriving + ends, out=rights)
+        torch.matmul(keys, leaving.flatten(-2), out=found)
+        writes = torch.addcmul(arriving, _by_head(found, width), ending.unsqueeze(-1))
+        torch.matmul(solver.mT, writes, out=rights)
         knowns.copy_(side_by_side(rights, factor))
         state = torch.addcmul(entering, leaving, rest)
         state += (keys.mT @ knowns).view_as(state)
-    return _Back(leaves, right, known, left, torch.cat([state, grad_final[len(state) :]]))
+    return _Back(seen, right, known, left, torch.cat([state, grad_final[len(state) :]]))
 
 
 def _collect(kept: _Kept, back: _Back) -> tuple[Tensor, ...]:
@@ -470,16 +471,24 @@ def _collect(kept: _Kept, back: _Back) -> tuple[Tensor, ...]:
     k, beta, values = kept.k, kept.beta, kept.values
     to_end, whole = decay_to_end(kept.decay)
     grad_v = back.right * beta.unsqueeze(-1)
+    known, seen = (_by_head(x, values.shape[-1]) for x in (kept.known, back.seen))
+    known = known * decay_from_start(kept.decay).unsqueeze(-1)
     # The gradient of A is minus right values^T, below the diagonal.
     grad_system = (back.right @ values.mT).mul_(kept.pairs).neg_().tril_(-1)
     by_pair = grad_system * (k @ k.mT).unsqueeze(2)
-    grad_beta = (back.right * (kept.v - kept.known)).sum(-1) + by_pair.sum(-1)
+    grad_beta = (back.right * (kept.v - known)).sum(-1) + by_pair.sum(-1)
     grad_keys = grad_system.mul_(beta.unsqueeze(-1)).sum(2)
     grad_k = (grad_keys + grad_keys.mT) @ k
     grad_k += back.known @ kept.states.flatten(-2).mT
     grad_k += side_by_side(values, to_end) @ back.left.flatten(-2).mT
 
-    started, ending = -(grad_v * kept.known).sum(-1), (back.ending * values).sum(-1)
+    started, ending = -(grad_v * known).sum(-1), (seen * values).sum(-1) * to_end
     grad_g = gradient_of_decays(by_pair.mul_(beta.unsqueeze(-1)), started, ending)
     grad_g += ((back.left * kept.states).sum((2, 4)) * whole[:, :, 0, :, 0]).unsqueeze(-1)
     return grad_k, grad_v, grad_beta, grad_g
+
+
+def _by_head(x_MGCW: Tensor, width: int) -> Tensor:
+    """`[M, G, R, C, V]`: a view of value heads of this width that lie side by side."""
+    x_MGCRV: Tensor = x_MGCW.unflatten(-1, (-1, width))
+    return x_MGCRV.transpose(2, 3)

@@ -3,7 +3,7 @@
 Decays, inverses, states and what tokens wrote are computed again by the kernels of the forward.
 Then five launches: what gradients of the output mean for what was written, within each chunk; the
 transposed scan, from the last chunk of a sequence to the first; everything that need not wait for
-it, by chunk, in two; and sums over blocks of rows and over later tokens, which the decays get.
+it, by chunk, in two; and sums over blocks of rows.
 
 Here right = (1 + A)^-T du is the gradient of what is written solved backwards (without correction
 right = du). The gradient of a token's decay is the sum of the terms that have passed it, each with
