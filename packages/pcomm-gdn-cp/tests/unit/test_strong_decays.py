@@ -106,7 +106,7 @@ def roundings(g_TH: Tensor, num_terms: int) -> Tensor:
 
     Three more are those of the logarithms themselves, where they are computed.
     """
-    sums_H = -g_TH.detach().double().unfold(0, min(64, len(g_TH)), 1).sum(-1).amin(0)
+    sums_H = g_TH.detach().double().unfold(0, min(64, len(g_TH)), 1).sum(-1).amin(0).neg()
     return (num_terms + 4 * sums_H) * UNIT
 
 
