@@ -98,6 +98,7 @@ def test_random_convolutions_against_filters_token_by_token(seed: int) -> None:
         dtype = chance.choice([torch.float32, torch.bfloat16, torch.float16])
         width, channels = chance.choice([1, 2, 3, 4, 7]), chance.choice([1, 3, 6, 13])
         lengths = [chance.choice([0, 1, 2, width, 63, 64, 65]) for _ in range(chance.randint(1, 3))]
+        lengths.append(chance.choice([1, 5]))
         num_tokens, cu = sum(lengths), offsets(lengths)
         shapes: list[tuple[int, ...]] = [(num_tokens, channels), (channels, width), (channels,)]
         shapes.append((len(lengths), width - 1, channels))
