@@ -346,8 +346,8 @@ _LAYERS = """
 
 One mixer in bf16, one sequence of {tokens:,} tokens, without the norm before it. Kernels of
 pcomm-gdn-cp compute the recurrences and what is around them, as on CUDA without
-flash-linear-attention. Torch would launch 2,413 and 2,531 for Gated DeltaNet, 604 and 689 for
-Mamba-2, and move 118.85 and 88.05 GB.
+flash-linear-attention. Torch would launch 2,161 and 2,541 for Gated DeltaNet, 605 and 690 for
+Mamba-2, and move 118.24 and 90.09 GB.
 
 | mixer | launches forward | backward | waits | GB forward | backward |
 |---|---|---|---|---|---|

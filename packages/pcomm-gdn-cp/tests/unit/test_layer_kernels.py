@@ -6,7 +6,9 @@ gradients. What is read before it is written is NaN.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -86,6 +88,56 @@ def test_convolution_and_norms_of_queries_and_keys(
 
     ours = compare(run, drawn(*shapes, dtype=dtype), 12)
     assert [x.dtype for x in ours[:3]] == [torch.float32, torch.float32, dtype]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_random_convolutions_against_filters_token_by_token(seed: int) -> None:
+    """Filters longer than sequences, cuts at borders of chunks, odd channels, any strides."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(60 if seed else 2):
+        dtype = chance.choice([torch.float32, torch.bfloat16, torch.float16])
+        width, channels = chance.choice([1, 2, 3, 4, 7]), chance.choice([1, 3, 6, 13])
+        lengths = [chance.choice([0, 1, 2, width, 63, 64, 65]) for _ in range(chance.randint(1, 3))]
+        lengths.append(chance.choice([1, 5]))
+        num_tokens, cu = sum(lengths), offsets(lengths)
+        shapes: list[tuple[int, ...]] = [(num_tokens, channels), (channels, width), (channels,)]
+        shapes.append((len(lengths), width - 1, channels))
+        leaves = [torch.randn(x, generator=generator).to(dtype) for x in shapes]
+        if chance.random() < 0.5:
+            # What reads them as if they lay side by side finds NaN.
+            leaves = [torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0] for x in leaves]
+        exact = in_double(leaves)
+        leaves = [x.requires_grad_() for x in leaves]
+        plain = [x.detach().clone().requires_grad_() for x in leaves]
+
+        def filtered(
+            x: Tensor, weight: Tensor, bias: Tensor, halo: Tensor, cu: tuple[int, ...] = cu
+        ) -> Tensor:
+            rows = [x.new_zeros(0, x.shape[1])]
+            for before, (start, stop) in zip(halo, pairwise(cu), strict=True):
+                window = torch.cat([before, x[start:stop]])
+                taps = weight.shape[1]
+                found = [(window[t : t + taps] * weight.T).sum(0) for t in range(stop - start)]
+                rows += [(one + bias)[None] for one in found]
+            return torch.nn.functional.silu(torch.cat(rows))
+
+        def convolved(
+            kernels: Any, tensors: list[Tensor], cu: tuple[int, ...] = cu
+        ) -> Sequence[Tensor]:
+            x, weight, bias, halo = tensors
+            sections = ((1, len(weight)),)
+            options = {"cu_seqlens": cu, "bias_D": bias, "initial_halo": halo}
+            (found,) = kernels.convolve_sections(x, weight, sections, **options)
+            return (found.flatten(1),)
+
+        results = []
+        for outputs, tensors in (
+            (convolved(TRITON, leaves), leaves),
+            (convolved(TORCH, plain), plain),
+            ((filtered(*exact),), exact),
+        ):
+            results.append((outputs[0].detach(), *gradients(outputs, tensors)))
+        assert_each_as_accurate(*results, 2 + max(lengths))
 
 
 # More channels than a block, of a wide tensor; more chunks than programs with sums of their own.

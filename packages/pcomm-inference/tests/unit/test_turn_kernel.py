@@ -6,6 +6,7 @@ checks each argument.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from core_support.fake_driver import fake_driver
 from core_support.kernel_launches import compiled, resources
 from inference_support.kernels import interpreted_kernels
 from inference_support.paged_tokens import Pool, Tokens
+from pcomm.core.errors import ConfigError
 from pcomm.core.testing.assertions import assert_close, assert_equal
 from pcomm.inference.attention.on_device import attend_on_device
 from pcomm.inference.attention.paged_attention import paged_attention
@@ -99,6 +101,90 @@ def test_turned_heads_are_those_of_torch(
     else:
         assert_equal(keys, torch_keys)
     assert_close(rows, torch_rows, num_terms=16, magnitude=float(v.abs().max()))
+
+
+def apart(x: Tensor, chance: random.Random) -> Tensor:
+    """The same numbers, in one of the orders that views have."""
+    kind = chance.choice(["side by side", "columns", "every second", "turned", "rows"])
+    if kind == "side by side":
+        return x
+    if kind == "turned":
+        return x.permute(*range(x.dim())[::-1]).contiguous().permute(*range(x.dim())[::-1])
+    *rows, width = x.shape
+    if kind == "rows":
+        wide = x.new_full((2 * rows[0], *rows[1:], width), torch.nan)
+        part = wide[::2]
+    else:
+        wide = x.new_full((*rows, 2 * width + 1), torch.nan)
+        part = wide[..., 1::2] if kind == "every second" else wide[..., 1 : 1 + width]
+    part.copy_(x)
+    return part
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_random_heads_against_fp64(seed: int) -> None:
+    """Odd numbers of heads, widths and pairs, no and few tokens, dtypes of memory, any strides."""
+    from pcomm.inference.attention.turn_kernel import turn_launch
+
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(200 if seed else 8):
+        dtype = chance.choice([FP32, BF16, torch.float16])
+        count, heads, rows = chance.choice([0, 1, 2, 5]), chance.randint(1, 5), chance.randint(1, 7)
+        width, value_width = (chance.choice([1, 3, 6, 8, 13, 16, 33]) for _ in range(2))
+        pairs, is_normed = chance.randint(0, width // 2), chance.random() < 0.6
+
+        def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        angles = 6 * drawn(count, pairs, dtype=FP32)
+        turned = [apart(x.to(dtype), chance) for x in (angles.cos(), angles.sin())]
+        norms = [Norm(drawn(width), 1e-4, chance.random() < 0.5) for _ in range(2 * is_normed)]
+        turn = HeadTurn(*turned, *norms)
+        q, k = drawn(count, heads * rows, width), drawn(count, heads, width)
+        v = drawn(count, heads, value_width)
+        kept = chance.choice([dtype, FP32, BF16])
+        shape, slots = (4, 4, heads), torch.randperm(16, generator=generator)[:count]
+        pools = [torch.full((*shape, one), torch.nan, dtype=kept) for one in (width, value_width)]
+        found = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
+        new = tuple(apart(x, chance) for x in (q, k, v))
+        turn_launch(new, KVMemory(*pools), slots, turn, *found).run()
+
+        wide = [Norm(one.weight.double(), one.eps, one.is_zero_centred) for one in norms]
+        exact = HeadTurn(*(x.double() for x in turned), *wide).of(q.double(), k.double())
+        for ours, wanted in zip(found, exact, strict=True):
+            # A norm, its weight, and two products that are rounded, of a pair each.
+            allowed = 6 * torch.finfo(dtype).eps * wanted.abs().amax((0, 1, 2)) if count else 0
+            assert ((ours.double() - wanted).abs() <= allowed).all()
+        keys, values = (pool.flatten(0, 1) for pool in pools)
+        assert_equal(keys[slots], found[1].to(kept))
+        assert_equal(values[slots], v.to(kept))
+        untouched = torch.ones(16, dtype=torch.bool).index_fill(0, slots, value=False)
+        assert keys[untouched].isnan().all()
+        assert values[untouched].isnan().all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_angles_that_lie_apart_in_decodes_and_chunks() -> None:
+    one, other = Tokens(4, HEADS, FP32, 0), Tokens(3, HEADS, FP32, 1)
+    turn = turn_of(4, 8, 16, FP32, "norm")
+    columns = (torch.stack([x, x + 1], 2)[..., 0] for x in (turn.cosines_TR, turn.sines_TR))
+    rows = []
+    for turned in (turn, HeadTurn(*columns, turn.query_norm, turn.key_norm)):
+        pool = Pool(HEADS, FP32, 16)
+        one.done, one.blocks, other.done, other.blocks = 0, [], 0, []
+        pool.step([(one, 3)])
+        batch = pool.batch([(one, 1), (other, 3)])
+        q, k, v = (torch.cat([getattr(one, name)[3:], getattr(other, name)]) for name in "qkv")
+        rows.append(attend_on_device(q, k, v, pool.memory, batch, turn=turned))
+    assert_equal(rows[1], rows[0])
+
+
+def test_norms_that_kernels_would_misread_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Norm: weight"):
+        Norm(torch.ones(8)[::2], 1e-5)
+    with pytest.raises(ConfigError, match="one of them alone"):
+        HeadTurn(torch.ones(1, 2), torch.ones(1, 2), Norm(torch.ones(4), 1e-5))
 
 
 @pytest.mark.usefixtures("interpreted")

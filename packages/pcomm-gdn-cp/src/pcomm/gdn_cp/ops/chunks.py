@@ -37,7 +37,8 @@ __all__ = [
     "decay_to_end",
     "default_chunk",
     "from_chunks",
-    "log_decay_since_start",
+    "gradient_of_decays",
+    "logs_of_decays",
     "pairwise_decay",
     "read_chunks",
     "side_by_side",
@@ -334,22 +335,24 @@ def state_to_pack_order(state_NGKRV: Tensor, layout: ChunkLayout) -> Tensor:
 # exponentiated, and the others are masked before, so that nothing overflows in either direction.
 
 
-def log_decay_since_start(g_MHC: Tensor, num_key_heads: int) -> Tensor:
-    """The logarithm of the decay from the start of the chunk to each token, it included.
+def logs_of_decays(g_MHC: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor]:
+    """The logarithm of each token's decay, and that of the decay from the start of its chunk on.
 
     Args:
         g_MHC: `[M, H, C]`, logarithm of each token's decay, at most 0; zero where padded.
         num_key_heads: `G`, which divides `H`.
 
     Returns:
-        `[M, G, R, C]`. A decay that the dtype cannot tell from 0 counts as its smallest number,
-        so that minus infinity is allowed and large values cost the others no digits.
+        `[M, G, R, C]` each. A decay that the dtype cannot tell from 0 counts as its smallest
+        number, so that minus infinity is allowed and large values cost the others no digits. The
+        second one is a constant for autograd: see `gradient_of_decays`.
     """
     kind = torch.finfo(g_MHC.dtype)
     least = math.log(kind.smallest_normal * kind.eps)
     num_chunks, num_heads, chunk = g_MHC.shape
-    decay_MHC = g_MHC.clamp(min=least).cumsum(-1)
-    return decay_MHC.view(num_chunks, num_key_heads, num_heads // num_key_heads, chunk)
+    shape = (num_chunks, num_key_heads, num_heads // num_key_heads, chunk)
+    g_MGRC = g_MHC.clamp(min=least).view(shape)
+    return g_MGRC, g_MGRC.detach().cumsum(-1)
 
 
 def decay_from_start(decay_MGRC: Tensor) -> Tensor:
@@ -384,11 +387,43 @@ def pairwise_decay(decay_MGRC: Tensor) -> Tensor:
     return _decays(log_MGRCC.masked_fill_(later_CC, -torch.inf))
 
 
+def gradient_of_decays(
+    pairs_MGRCC: Tensor | None, started_MGRC: Tensor | None, ending_MGRC: Tensor | None
+) -> Tensor:
+    """What the logarithm of each token's decay gets, from terms that have their decays already.
+
+    The term of tokens i and j has passed the decay of every token t from j + 1 to i, and each of
+    these gets it. Terms are only added, so an error is a rounding of what the decays leave over.
+    The sum over i less that over j, as in arXiv 2312.06635, would cost less; but behind strong
+    decays, what is left of the two is a rounding of terms that have passed none.
+
+    Args:
+        pairs_MGRCC: Terms that decayed from token j to token i, if there are any; those of
+            j >= i do not count.
+        started_MGRC: Terms that decayed from the start of the chunk to token i, if any.
+        ending_MGRC: Terms that decayed from token j to the end of the chunk, if any.
+
+    Returns:
+        `[M, G, R, C]`.
+    """
+    total = None if started_MGRC is None else started_MGRC.flip(-1).cumsum(-1).flip(-1)
+    # What has passed the token behind each.
+    passed = [] if ending_MGRC is None else [ending_MGRC.cumsum(-1)]
+    if pairs_MGRCC is not None:
+        passed.append(pairs_MGRCC.cumsum(-1).tril_(-1).sum(-2))
+    for x in passed:
+        moved = F.pad(x[..., :-1], (1, 0))
+        total = moved if total is None else total.add_(moved)
+    assert total is not None
+    return total
+
+
 def read_chunks(
     q_MGCK: Tensor,
     k_MGCK: Tensor,
     values_MGRCV: Tensor,
     states_MGKRV: Tensor,
+    g_MGRC: Tensor,
     decay_MGRC: Tensor,
     pairwise_MGRCC: Tensor,
 ) -> Tensor:
@@ -399,13 +434,14 @@ def read_chunks(
         k_MGCK: `[M, G, C, K]` keys.
         values_MGRCV: `[M, G, R, C, V]`, what each token wrote under its key.
         states_MGKRV: `[M, G, K, R, V]`, the state that enters each chunk.
-        decay_MGRC: `[M, G, R, C]` from `log_decay_since_start`.
+        g_MGRC: `[M, G, R, C]` first of `logs_of_decays`, which gets the gradient of all decays.
+        decay_MGRC: `[M, G, R, C]` second of them.
         pairwise_MGRCC: `pairwise_decay` of it.
 
     Returns:
-        `[M, G, R, C, V]`, differentiable once in everything but `pairwise_MGRCC`.
+        `[M, G, R, C, V]`, differentiable once in everything but the last two.
     """
-    tensors = (q_MGCK, k_MGCK, values_MGRCV, states_MGKRV, decay_MGRC, pairwise_MGRCC)
+    tensors = (q_MGCK, k_MGCK, values_MGRCV, states_MGKRV, g_MGRC, decay_MGRC, pairwise_MGRCC)
     read: Tensor = apply_function(_ReadChunks, *tensors)
     return read
 
@@ -413,34 +449,40 @@ def read_chunks(
 class _ReadChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, values: Tensor, states: Tensor, decay: Tensor, pairs: Tensor
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        values: Tensor,
+        states: Tensor,
+        g: Tensor,
+        decay: Tensor,
+        pairs: Tensor,
     ) -> Tensor:
         with full_precision(q):
             scores = (q @ k.mT).unsqueeze(2) * pairs
-            read = scores @ values
             wide = (q @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
-            read.addcmul_(wide.transpose(2, 3), decay_from_start(decay).unsqueeze(-1))
-        ctx.save_for_backward(q, k, values, states, decay, pairs, read)
+            of_state = wide.transpose(2, 3) * decay_from_start(decay).unsqueeze(-1)
+            read = (scores @ values).add_(of_state)
+        ctx.save_for_backward(q, k, values, states, decay, pairs, of_state)
         return read
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, values, states, decay, pairs, read = ctx.saved_tensors
+        q, k, values, states, decay, pairs, of_state = ctx.saved_tensors
         (grad,) = grads
         with full_precision(q):
             scores = (q @ k.mT).unsqueeze(2) * pairs
             grad_values = scores.mT @ grad
-            # A decay scales rows of what is read and columns of what is written, so its gradient
-            # is a difference of two inner products (as in arXiv 2312.06635).
-            grad_decay = (grad * read).sum(-1) - (grad_values * values).sum(-1)
-            grad_pairs = (grad @ values.mT).mul_(pairs).sum(2)
+            products = grad @ values.mT
+            grad_g = gradient_of_decays(scores.mul_(products), (grad * of_state).sum(-1), None)
+            grad_pairs = products.mul_(pairs).sum(2)
             decayed = side_by_side(grad, decay_from_start(decay))
             grad_q = grad_pairs @ k
             grad_q += decayed @ states.flatten(-2).mT
             grad_k = grad_pairs.mT @ q
             grad_states = (q.mT @ decayed).view_as(states)
-        return grad_q, grad_k, grad_values, grad_states, grad_decay, None
+        return grad_q, grad_k, grad_values, grad_states, grad_g, None, None
 
 
 def side_by_side(x_MGRCV: Tensor, factor_MGRC: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ from pcomm.gdn_cp.ops.chunks import (
     decay_to_end,
     default_chunk,
     from_chunks,
-    log_decay_since_start,
+    gradient_of_decays,
+    logs_of_decays,
     pairwise_decay,
     read_chunks,
     side_by_side,
@@ -164,6 +165,7 @@ class DeltaChunks:
     k_MGCK: Tensor
     v_MGRCV: Tensor
     beta_MGRC: Tensor
+    g_MGRC: Tensor
     decay_MGRC: Tensor
     pairwise_MGRCC: Tensor
     inverse_MGRCC: Tensor
@@ -202,10 +204,10 @@ class DeltaChunks:
         tensors = (k_TGK, v_THV, g_TH, beta_TH)
         k, v, g, beta = (to_chunks(x, layout).to(dtype) for x in tensors)
         v, beta = (x.unflatten(1, (num_groups, -1)) for x in (v, beta))
-        decay = log_decay_since_start(g, num_groups)
+        g, decay = logs_of_decays(g, num_groups)
         pairs = pairwise_decay(decay)
         inverse = chunk_inverse(k, beta, pairs)
-        return cls(layout, v_THV.dtype, k, v, beta, decay, pairs, inverse)
+        return cls(layout, v_THV.dtype, k, v, beta, g, decay, pairs, inverse)
 
     @graph_break
     def outputs(
@@ -236,6 +238,7 @@ class DeltaChunks:
             self.k_MGCK,
             scan.values_MGRCV,
             scan.states_MGKRV,
+            self.g_MGRC,
             self.decay_MGRC,
             self.pairwise_MGRCC,
         )
@@ -265,6 +268,7 @@ class DeltaChunks:
             self.k_MGCK,
             v_MGRCV,
             self.beta_MGRC,
+            self.g_MGRC,
             self.decay_MGRC,
             initial_NGKRV,
             self.pairwise_MGRCC,
@@ -304,6 +308,7 @@ def delta_scan(
     k_MGCK: Tensor,
     v_MGRCV: Tensor,
     beta_MGRC: Tensor,
+    g_MGRC: Tensor,
     decay_MGRC: Tensor,
     initial_NGKRV: Tensor,
     pairwise_MGRCC: Tensor,
@@ -316,18 +321,19 @@ def delta_scan(
         k_MGCK: `[M, G, C, K]` keys, normalised.
         v_MGRCV: `[M, G, R, C, V]` values.
         beta_MGRC: `[M, G, R, C]` how much of the error a token corrects; zero where padded.
-        decay_MGRC: `[M, G, R, C]` from `log_decay_since_start`.
+        g_MGRC: `[M, G, R, C]` first of `logs_of_decays`, which gets the gradient of all decays.
+        decay_MGRC: `[M, G, R, C]` second of them.
         initial_NGKRV: `[N, G, K, R, V]`, the state before each sequence.
         pairwise_MGRCC: `pairwise_decay` of the decay.
         inverse_MGRCC: `chunk_inverse` of the keys, beta and that.
         step_sizes: Number of sequences that have a chunk at each step.
 
     Returns:
-        Everything in the dtype of `v`; differentiable once in keys, values, beta, decay and
-        initial state. The gradient covers what the two constants owe to them.
+        Everything in the dtype of `v`; differentiable once in keys, values, beta, g and initial
+        state. The gradient covers what the three constants owe to them.
     """
-    tensors = (k_MGCK, v_MGRCV, beta_MGRC, decay_MGRC, initial_NGKRV)
-    constants = (pairwise_MGRCC, inverse_MGRCC, step_sizes)
+    tensors = (k_MGCK, v_MGRCV, beta_MGRC, g_MGRC, initial_NGKRV)
+    constants = (decay_MGRC, pairwise_MGRCC, inverse_MGRCC, step_sizes)
     return DeltaScan(*apply_function(_DeltaScan, *tensors, *constants))
 
 
@@ -366,32 +372,31 @@ class _DeltaScan(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         beta: Tensor,
-        decay: Tensor,
+        g: Tensor,
         initial: Tensor,
+        decay: Tensor,
         pairs: Tensor,
         inverse: Tensor,
         step_sizes: tuple[int, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_chunks, num_groups, num_repeats, _, width = v.shape
-        values, unknown = torch.empty_like(v), torch.empty_like(v)
+        values, known = v * beta.unsqueeze(-1), v.new_empty(*k.shape[:-1], num_repeats * width)
         states = v.new_empty(num_chunks, num_groups, k.shape[-1], num_repeats, width)
-        from_start, (to_end, whole) = decay_from_start(decay), decay_to_end(decay)
+        known_factor, (to_end, whole) = -decay_from_start(decay) * beta, decay_to_end(decay)
         state, finals = initial, list[Tensor]()
-        given = (k, v, beta, inverse, from_start, to_end, whole, values, unknown, states)
+        given = (k, inverse, known_factor, to_end, whole, values, known, states)
         with full_precision(v):
             for now in zip(*(x.split(step_sizes) for x in given), strict=True):
-                keys, new, correction, solver, started, ending, rest, written, error, entered = now
+                keys, solver, factor, ending, rest, written, found, entered = now
                 finals.append(state[len(keys) :])
                 entered.copy_(state[: len(keys)])
-                known = (keys @ entered.flatten(-2)).unflatten(-1, (num_repeats, width))
-                torch.addcmul(
-                    new, known.transpose(2, 3), started.unsqueeze(-1), value=-1, out=error
-                )
-                torch.matmul(solver, error * correction.unsqueeze(-1), out=written)
+                torch.matmul(keys, entered.flatten(-2), out=found)
+                error = torch.addcmul(written, _by_head(found, width), factor.unsqueeze(-1))
+                torch.matmul(solver, error, out=written)
                 state = entered * rest
                 state += (keys.mT @ side_by_side(written, ending)).view_as(state)
         final = torch.cat([state, *reversed(finals)])
-        ctx.save_for_backward(k, v, beta, decay, pairs, inverse, values, unknown, states)
+        ctx.save_for_backward(k, v, beta, decay, pairs, inverse, values, known, states)
         ctx.step_sizes = step_sizes
         return values, states, final
 
@@ -401,11 +406,14 @@ class _DeltaScan(torch.autograd.Function):
         kept, (grad_values, grad_states, grad_final) = _Kept(*ctx.saved_tensors), grads
         with full_precision(kept.v):
             back = _scan_back(kept, grad_values, grad_states, grad_final, ctx.step_sizes)
-            return (*_collect(kept, back, grad_values), back.initial, None, None, None)
+            return (*_collect(kept, back), back.initial, None, None, None, None)
 
 
 class _Kept(NamedTuple):
-    """What forward keeps; `unknown` is r, and `states` those that enter the chunks."""
+    """What forward keeps; `states` enter the chunks, and `known` is what keys read from them.
+
+    There, value heads of a key head lie side by side.
+    """
 
     k: Tensor
     v: Tensor
@@ -414,14 +422,14 @@ class _Kept(NamedTuple):
     pairs: Tensor
     inverse: Tensor
     values: Tensor
-    unknown: Tensor
+    known: Tensor
     states: Tensor
 
 
 class _Back(NamedTuple):
-    """Gradients of what is written, of beta r, of what was known, and of states."""
+    """What keys see of the states' gradients, and gradients: of beta r, of `known`, of states."""
 
-    written: Tensor
+    seen: Tensor
     right: Tensor
     known: Tensor
     left: Tensor
@@ -436,48 +444,51 @@ def _scan_back(
     step_sizes: tuple[int, ...],
 ) -> _Back:
     """The transposed chain, from the last step to the first: all that has to wait."""
-    k, num_repeats, width = kept.k, kept.v.shape[2], kept.v.shape[-1]
+    k, width = kept.k, kept.v.shape[-1]
     to_end, whole = decay_to_end(kept.decay)
     known_factor = -decay_from_start(kept.decay) * kept.beta
-    written, right = torch.empty_like(kept.v), torch.empty_like(kept.v)
-    known = kept.v.new_empty(*k.shape[:-1], num_repeats * width)
+    seen, right, known = (torch.empty_like(x) for x in (kept.known, kept.v, kept.known))
     left = torch.empty_like(kept.states)
     state = grad_final[:0]
     given = (k, kept.inverse, grad_values, grad_states, to_end, whole, known_factor)
-    made = (written, right, known, left)
+    made = (seen, right, known, left)
     steps = zip(*(x.split(step_sizes) for x in (*given, *made)), strict=True)
     for now in reversed(list(steps)):
         keys, solver, arriving, entering, ending, rest, factor, *own = now
-        writes, rights, knowns, leaving = own
+        found, rights, knowns, leaving = own
         torch.cat([state, grad_final[len(state) : len(keys)]], out=leaving)
-        seen = (keys @ leaving.flatten(-2)).unflatten(-1, (num_repeats, width))
-        torch.addcmul(arriving, seen.transpose(2, 3), ending.unsqueeze(-1), out=writes)
+        torch.matmul(keys, leaving.flatten(-2), out=found)
+        writes = torch.addcmul(arriving, _by_head(found, width), ending.unsqueeze(-1))
         torch.matmul(solver.mT, writes, out=rights)
         knowns.copy_(side_by_side(rights, factor))
         state = torch.addcmul(entering, leaving, rest)
         state += (keys.mT @ knowns).view_as(state)
-    return _Back(written, right, known, left, torch.cat([state, grad_final[len(state) :]]))
+    return _Back(seen, right, known, left, torch.cat([state, grad_final[len(state) :]]))
 
 
-def _collect(kept: _Kept, back: _Back, grad_values: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of keys, values, beta and decay, for all chunks at once."""
+def _collect(kept: _Kept, back: _Back) -> tuple[Tensor, ...]:
+    """Gradients of keys, values, beta and decays, for all chunks at once."""
     k, beta, values = kept.k, kept.beta, kept.values
     to_end, whole = decay_to_end(kept.decay)
     grad_v = back.right * beta.unsqueeze(-1)
-    # The gradient of A is minus right values^T, below the diagonal. Times A, its sum over a row
-    # is what beta and the decay of that token get, and that over a column what the decay loses;
-    # the latter follows from (1 + A)^T right = written without another product.
+    known, seen = (_by_head(x, values.shape[-1]) for x in (kept.known, back.seen))
+    known = known * decay_from_start(kept.decay).unsqueeze(-1)
+    # The gradient of A is minus right values^T, below the diagonal.
     grad_system = (back.right @ values.mT).mul_(kept.pairs).neg_().tril_(-1)
-    by_row = (grad_system * (k @ k.mT).unsqueeze(2)).sum(-1)
-    grad_beta = (back.right * kept.unknown).sum(-1) + by_row
-    grad_keys = (grad_system * beta.unsqueeze(-1)).sum(2)
+    by_pair = grad_system * (k @ k.mT).unsqueeze(2)
+    grad_beta = (back.right * (kept.v - known)).sum(-1) + by_pair.sum(-1)
+    grad_keys = grad_system.mul_(beta.unsqueeze(-1)).sum(2)
     grad_k = (grad_keys + grad_keys.mT) @ k
     grad_k += back.known @ kept.states.flatten(-2).mT
     grad_k += side_by_side(values, to_end) @ back.left.flatten(-2).mT
 
-    at_end = ((back.written - grad_values) * values).sum(-1)
-    grad_decay = by_row * beta + ((back.written - back.right) * values).sum(-1)
-    grad_decay -= (grad_v * (kept.v - kept.unknown)).sum(-1) + at_end
-    through = (back.left * kept.states).sum((2, 4)) * whole[:, :, 0, :, 0]
-    grad_decay[..., -1] += at_end.sum(-1) + through
-    return grad_k, grad_v, grad_beta, grad_decay
+    started, ending = -(grad_v * known).sum(-1), (seen * values).sum(-1) * to_end
+    grad_g = gradient_of_decays(by_pair.mul_(beta.unsqueeze(-1)), started, ending)
+    grad_g += ((back.left * kept.states).sum((2, 4)) * whole[:, :, 0, :, 0]).unsqueeze(-1)
+    return grad_k, grad_v, grad_beta, grad_g
+
+
+def _by_head(x_MGCW: Tensor, width: int) -> Tensor:
+    """`[M, G, R, C, V]`: a view of value heads of this width that lie side by side."""
+    x_MGCRV: Tensor = x_MGCW.unflatten(-1, (-1, width))
+    return x_MGCRV.transpose(2, 3)

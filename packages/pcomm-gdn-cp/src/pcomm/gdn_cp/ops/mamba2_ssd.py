@@ -25,7 +25,8 @@ from pcomm.gdn_cp.ops.chunks import (
     decay_to_end,
     default_chunk,
     from_chunks,
-    log_decay_since_start,
+    gradient_of_decays,
+    logs_of_decays,
     pairwise_decay,
     read_chunks,
     side_by_side,
@@ -161,6 +162,7 @@ class SsdChunks:
     x_THP: Tensor
     b_MGCS: Tensor
     values_MGRCP: Tensor
+    g_MGRC: Tensor
     decay_MGRC: Tensor
 
     @classmethod
@@ -199,7 +201,7 @@ class SsdChunks:
         g_TH = -a_log_H.to(dtype).exp() * time_TH
         x, b, time, g = (to_chunks(x, layout).to(dtype) for x in (x_THP, b_TGS, time_TH, g_TH))
         values = (x * time.unsqueeze(-1)).unflatten(1, (num_groups, -1))
-        return cls(layout, x_THP, b, values, log_decay_since_start(g, num_groups))
+        return cls(layout, x_THP, b, values, *logs_of_decays(g, num_groups))
 
     @graph_break
     def outputs(
@@ -228,6 +230,7 @@ class SsdChunks:
             self.b_MGCS,
             self.values_MGRCP,
             states,
+            self.g_MGRC,
             self.decay_MGRC,
             pairwise_decay(self.decay_MGRC),
         )
@@ -261,7 +264,8 @@ class SsdChunks:
         asked = "SsdChunks.outputs"
         initial = state_for_scan(asked, initial_state, self.layout, values, num_groups, state_dim)
         sizes = self.layout.step_sizes
-        states, final = decay_scan(self.b_MGCS, values, self.decay_MGRC, initial, sizes)
+        logs = self.g_MGRC, self.decay_MGRC
+        states, final = decay_scan(self.b_MGCS, values, *logs, initial, sizes)
         return states, state_to_pack_order(final, self.layout)
 
 
@@ -293,6 +297,7 @@ def check_ssd_inputs(
 def decay_scan(
     k_MGCK: Tensor,
     values_MGRCV: Tensor,
+    g_MGRC: Tensor,
     decay_MGRC: Tensor,
     initial_NGKRV: Tensor,
     step_sizes: tuple[int, ...],
@@ -302,14 +307,15 @@ def decay_scan(
     Args:
         k_MGCK: `[M, G, C, K]`, what values are written under.
         values_MGRCV: `[M, G, R, C, V]`, zero where padded.
-        decay_MGRC: `[M, G, R, C]` from `log_decay_since_start`.
+        g_MGRC: `[M, G, R, C]` first of `logs_of_decays`, which gets the gradient of all decays.
+        decay_MGRC: `[M, G, R, C]` second of them.
         initial_NGKRV: `[N, G, K, R, V]`, the state before each sequence.
         step_sizes: Number of sequences that have a chunk at each step.
 
     Returns:
         `[M, G, K, R, V]` and `[N, G, K, R, V]`, differentiable once.
     """
-    tensors = (k_MGCK, values_MGRCV, decay_MGRC, initial_NGKRV)
+    tensors = (k_MGCK, values_MGRCV, g_MGRC, decay_MGRC, initial_NGKRV)
     states, final = apply_function(_DecayScan, *tensors, step_sizes)
     return states, final
 
@@ -320,6 +326,7 @@ class _DecayScan(torch.autograd.Function):
         ctx: Any,
         k: Tensor,
         values: Tensor,
+        g: Tensor,
         decay: Tensor,
         initial: Tensor,
         step_sizes: tuple[int, ...],
@@ -357,8 +364,6 @@ class _DecayScan(torch.autograd.Function):
             seen = (k @ grad_left.flatten(-2)).unflatten(-1, (-1, values.shape[-1]))
             grad_values = seen.transpose(2, 3) * to_end.unsqueeze(-1)
             grad_k = side_by_side(values, to_end) @ grad_left.flatten(-2).mT
-        left = (grad_values * values).sum(-1)
-        grad_decay = -left
-        through = (grad_left * states).sum((2, 4)) * whole[:, :, 0, :, 0]
-        grad_decay[..., -1] += left.sum(-1) + through
-        return grad_k, grad_values, grad_decay, grad_initial, None
+        grad_g = gradient_of_decays(None, None, (grad_values * values).sum(-1))
+        grad_g += ((grad_left * states).sum((2, 4)) * whole[:, :, 0, :, 0]).unsqueeze(-1)
+        return grad_k, grad_values, grad_g, None, grad_initial, None

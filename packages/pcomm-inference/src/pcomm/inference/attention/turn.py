@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pcomm.core.errors import ConfigError
 from pcomm.inference.layers.norm import Norm
 
 __all__ = ["HeadTurn"]
@@ -33,6 +34,20 @@ class HeadTurn:
     sines_TR: Tensor
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse norms that cannot be.
+
+        Raises:
+            ConfigError: One of the two norms alone.
+        """
+        if (self.query_norm is None) != (self.key_norm is None):
+            raise ConfigError(
+                "HeadTurn: query_norm and key_norm",
+                found="one of them alone",
+                why="Kernels and torch norm queries and keys, or neither.",
+                fix="Give both norms, or neither.",
+            )
 
     def of_tokens(self, part: slice) -> HeadTurn:
         """That of some of the tokens. Local."""

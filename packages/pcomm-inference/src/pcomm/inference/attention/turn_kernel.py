@@ -60,32 +60,33 @@ class Shape(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What kernels are told of a `HeadTurn`: the last two are each a `tl.constexpr`.
+    """What kernels are told of a `HeadTurn`: the last three are each a `tl.constexpr`.
 
     Without a rotation there are no pairs; a norm that there is not has None for its weight.
     """
 
     cosines: Any
-    cosine_stride: Any
+    cosine_strides: Any
     sines: Any
-    sine_stride: Any
+    sine_strides: Any
     query_norm: Any
     query_eps: Any
     key_norm: Any
     key_eps: Any
     PAIRS: Any
-    ADDS_ONE: Any
+    QUERY_ADDS_ONE: Any
+    KEY_ADDS_ONE: Any
 
     @classmethod
     def of(cls, turn: HeadTurn | None) -> Turn:
         """That of norm and rotation, or of neither."""
         if turn is None:
-            return cls(*8 * (None,), tl.constexpr(0), tl.constexpr(False))
+            return cls(*8 * (None,), tl.constexpr(0), *2 * (tl.constexpr(False),))
         cos_TR, sin_TR, *norms = turn.cosines_TR, turn.sines_TR, turn.query_norm, turn.key_norm
         told = [x for one in norms for x in ((one.weight, one.eps) if one else (None, None))]
-        adds_one = turn.query_norm is not None and turn.query_norm.is_zero_centred
-        constants = map(tl.constexpr, (cos_TR.shape[1], adds_one))
-        return cls(cos_TR, cos_TR.stride(0), sin_TR, sin_TR.stride(0), *told, *constants)
+        adds_one = (one is not None and one.is_zero_centred for one in norms)
+        constants = map(tl.constexpr, (cos_TR.shape[1], *adds_one))
+        return cls(cos_TR, cos_TR.stride(), sin_TR, sin_TR.stride(), *told, *constants)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -94,7 +95,8 @@ def turned_queries(new: New, turn: Turn, shape: Shape, token: tl.tensor, head: t
     row = tl.arange(0, shape.PADDED_ROWS)
     heads = new.q + token * new.q_strides[0] + (head * shape.ROWS + row) * new.q_strides[1]
     norm, eps, stride = turn.query_norm, turn.query_eps, new.q_strides[2]
-    return _turned(heads, row < shape.ROWS, stride, norm, eps, turn, shape, token)
+    is_head, adds_one = row < shape.ROWS, turn.QUERY_ADDS_ONE
+    return _turned(heads, is_head, stride, norm, eps, adds_one, turn, shape, token)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -112,7 +114,7 @@ def keep(
     one = tl.arange(0, 1)
     heads = new.k + token * new.k_strides[0] + head * new.k_strides[1] + one
     norm, eps, stride = turn.key_norm, turn.key_eps, new.k_strides[2]
-    key = _turned(heads, one == 0, stride, norm, eps, turn, shape, token)
+    key = _turned(heads, one == 0, stride, norm, eps, turn.KEY_ADDS_ONE, turn, shape, token)
     kept = rounded(key.to(tl.float32), keys.dtype.element_ty)
     column = tl.arange(0, shape.PADDED_VALUE_WIDTH)
     is_value = column < shape.VALUE_WIDTH
@@ -132,6 +134,7 @@ def _turned(
     column_stride: tl.tensor,
     norm: tl.tensor | None,
     eps: tl.tensor | None,
+    ADDS_ONE: tl.constexpr,
     turn: Turn,
     shape: Shape,
     token: tl.tensor,
@@ -148,7 +151,7 @@ def _turned(
     factor = tl.full([heads.shape[0]], 1.0, tl.float32)
     if norm is not None:
         factor = tl.rsqrt(tl.sum(wide * wide, 1) / shape.WIDTH + eps)
-        wide = _scaled(wide, factor, norm, column, turn, shape, dtype)
+        wide = _scaled(wide, factor, norm, column, ADDS_ONE, shape, dtype)
     if turn.PAIRS > 0:
         is_first, is_turned = column < turn.PAIRS, column < 2 * turn.PAIRS
         second = tl.where(is_turned, column - turn.PAIRS, column)
@@ -158,14 +161,12 @@ def _turned(
         )
         other = other.to(tl.float32)
         if norm is not None:
-            other = _scaled(other, factor, norm, partner, turn, shape, dtype)
+            other = _scaled(other, factor, norm, partner, ADDS_ONE, shape, dtype)
         pair = tl.where(is_first, column, column - turn.PAIRS)
-        cosines, sines = (
-            turn.cosines + token * turn.cosine_stride,
-            turn.sines + token * turn.sine_stride,
-        )
-        cosine = tl.load(cosines + pair, mask=is_turned, other=1.0).to(tl.float32)
-        sine = tl.load(sines + pair, mask=is_turned, other=0.0).to(tl.float32)
+        cosines = turn.cosines + token * turn.cosine_strides[0] + pair * turn.cosine_strides[1]
+        sines = turn.sines + token * turn.sine_strides[0] + pair * turn.sine_strides[1]
+        cosine = tl.load(cosines, mask=is_turned, other=1.0).to(tl.float32)
+        sine = tl.load(sines, mask=is_turned, other=0.0).to(tl.float32)
         sine = tl.where(is_first, -sine, sine)
         straight = rounded(wide * cosine[None, :], dtype).to(tl.float32)
         both = rounded(straight + other * sine[None, :], dtype).to(tl.float32)
@@ -180,12 +181,12 @@ def _scaled(
     factor: tl.tensor,
     norm: tl.tensor,
     column: tl.tensor,
-    turn: Turn,
+    ADDS_ONE: tl.constexpr,
     shape: Shape,
     dtype: tl.constexpr,
 ) -> Any:
     scale = tl.load(norm + column, mask=column < shape.WIDTH, other=0.0).to(tl.float32)
-    if turn.ADDS_ONE:
+    if ADDS_ONE:
         scale += 1.0
     return rounded(wide * factor[:, None] * scale[None, :], dtype).to(tl.float32)
 

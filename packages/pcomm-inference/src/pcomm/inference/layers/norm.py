@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pcomm.core.errors import ConfigError
+
 __all__ = ["Norm"]
 
 
@@ -29,6 +31,20 @@ class Norm:
     weight: Tensor
     eps: float
     is_zero_centred: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what kernels would take for other numbers.
+
+        Raises:
+            ConfigError: The weight is not contiguous.
+        """
+        if not self.weight.is_contiguous():
+            raise ConfigError(
+                "Norm: weight",
+                found=f"strides {self.weight.stride()}",
+                why="Kernels read its numbers as they lie side by side.",
+                fix="Give weight.contiguous(), made once.",
+            )
 
     def of(self, x: Tensor) -> Tensor:
         """The normed rows, of the dtype of `x`. Local.

@@ -3,13 +3,15 @@
 Decays, inverses, states and what tokens wrote are computed again by the kernels of the forward.
 Then five launches: what gradients of the output mean for what was written, within each chunk; the
 transposed scan, from the last chunk of a sequence to the first; everything that need not wait for
-it, by chunk, in two; and sums over blocks of rows and over later tokens, which the decays get.
+it, by chunk, in two; and sums over blocks of rows.
 
-With right = (1 + A)^-T du, the gradient of what is written solved backwards (without correction
-right = du), the gradient of a decay needs no product of its own:
-  dc_i = q_i dq_i + beta_i k_i (dk_i by the system and by what was known) - right_i u_i,
-and the last token of a chunk gets what the state that leaves has lost. No atomics: a program adds
-up some value heads of its key head, one after the other, and torch what several programs have.
+Here right = (1 + A)^-T du is the gradient of what is written solved backwards (without correction
+right = du). The gradient of a token's decay is the sum of the terms that have passed it, each with
+its decay: those of tokens j before it and i from it on, of i and the state that enters the chunk,
+of j and the one that leaves it, and of both states. Differences of sums over i and over j, as in
+arXiv 2312.06635, need no products of pairs, but where decays are strong nothing of them is right.
+No atomics: a program adds up some value heads of its key head, one after the other, and torch what
+several programs have.
 """
 
 # T tokens, N sequences, M chunks, C tokens of a chunk, G key heads, H value heads, K key dim,
@@ -134,7 +136,7 @@ class Collected(NamedTuple):
         q_STGK: `[S, T, G, K]`, by each share of the value heads; None if nothing is read.
         k_STGK: `[S, T, G, K]`.
         v_THV: `[T, H, V]` in the dtype of the values.
-        decay_BTH: `[B, T, H]` of the decay since the start of the chunk, by each block of rows.
+        decay_BTH: `[B, T, H]` of the logarithm of the decay, by each block of rows.
         beta_BTH: `[B, T, H]`.
         skip_TH: `[T, H]` of the weight of the values that are added; None without.
     """
@@ -188,8 +190,8 @@ def collect_launches(
         HEADS=repeats // num_shares,
     )
     skip = None if collected.skip_TH is None else given.skip_H
-    others = collecting(skip=skip, READS=False, WRITES=True, ADDS=reads)
-    by_reads = collecting(skip=None, READS=True, WRITES=False, ADDS=False) if reads else None
+    others = collecting(skip=skip, READS=False, ADDS=reads)
+    by_reads = collecting(skip=None, READS=True, ADDS=False) if reads else None
     return [others] if by_reads is None else [by_reads, others], collected
 
 
@@ -296,6 +298,8 @@ class Head(NamedTuple):
         b: Beta of each token.
         c: Logarithm of the decay from the start of the chunk to each token.
         end: The same to the end of the chunk.
+        products: `[C, C]` of queries i and keys j for reads, of keys of both for the correction:
+            a sum over these rows of the state.
     """
 
     at: Any
@@ -305,6 +309,7 @@ class Head(NamedTuple):
     b: Any
     c: Any
     end: Any
+    products: Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -325,10 +330,12 @@ def collect_kernel(
     BV: tl.constexpr,
     HEADS: tl.constexpr,
     READS: tl.constexpr,
-    WRITES: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """The gradients of a chunk, for a block of rows of the states of some heads of a key head."""
+    """The gradients of a chunk, for a block of rows of the states of some heads of a key head.
+
+    With READS those by reads, else all others; with ADDS to what is there.
+    """
     C: tl.constexpr = sizes.C
     SHARES: tl.constexpr = sizes.H // sizes.G // HEADS
     chunk, block = tl.program_id(0), tl.program_id(2)
@@ -341,32 +348,35 @@ def collect_kernel(
     total_k = tl.zeros([C, sizes.BK], tl.float32)
     if ADDS:
         total_k = of_tokens(Rows(grad_k, sizes.G * sizes.K), at, group, rows, sizes.K)
+    products = None
+    if READS or sizes.CORRECTED:
+        keys = of_tokens(tokens.k, at, group, rows, sizes.K)
+        others = of_tokens(tokens.q, at, group, rows, sizes.K) if READS else keys
+        products = tl.dot(others, tl.trans(keys), input_precision=sizes.PRECISION)
     of_block = block.to(tl.int64) * num_tokens * sizes.H
-    for number in tl.static_range(HEADS):
+    # Not unrolled: what several heads load at once would not fit in registers.
+    for number in range(HEADS):
         head = group * (sizes.H // sizes.G) + share * HEADS + number
         of_head = numbers_of(at, head, sizes.H)
         of_state = (chunk * sizes.H + head).to(tl.int64) * sizes.K * sizes.V
         c, end = decays_of(tokens.decay, at, head, sizes.H)
         b = tl.load(tokens.beta + of_head, mask=at.inside, other=0.0)
-        of = Head(at, group, head, rows, b, c, end)
-        to_decay = tl.zeros([C], tl.float32)
+        of = Head(at, group, head, rows, b, c, end, products)
         if READS:
             to_q, to_k, to_decay = _by_reads(tokens, sizes, of, states + of_state, BV)
             total_q += to_q
-            total_k += to_k
-        if WRITES:
-            if ADDS:
-                to_decay = tl.load(grad_decay + of_block + of_head, mask=at.inside, other=0.0)
-            to_k, more, to_beta, skipped = _by_writes(
+        else:
+            to_k, to_decay, to_beta, skipped = _by_writes(
                 tokens, sizes, of, right, states + of_state, left + of_state, skip, grad_v, block,
                 BV,
             )  # fmt: skip
-            total_k += to_k
-            to_decay += more
+            tl.store(grad_beta + of_block + of_head, to_beta, mask=at.inside)
             if skip is not None:  # noqa: SIM102
                 if block == 0:
                     tl.store(grad_skip + of_head, skipped, mask=at.inside)
-            tl.store(grad_beta + of_block + of_head, to_beta, mask=at.inside)
+        total_k += to_k
+        if ADDS:
+            to_decay += tl.load(grad_decay + of_block + of_head, mask=at.inside, other=0.0)
         tl.store(grad_decay + of_block + of_head, to_decay, mask=at.inside)
     if READS:
         put(grad_q + of_share, at, group, rows, total_q, sizes.G, sizes.K)
@@ -392,9 +402,25 @@ def _by_reads(
     keys = of_tokens(tokens.k, of.at, of.group, of.rows, sizes.K)
     queries = of_tokens(tokens.q, of.at, of.group, of.rows, sizes.K)
     to_q = tl.exp(of.c)[:, None] * read_from
+    started = tl.sum(queries * to_q, 1)
     to_q += tl.dot(read_by, keys, input_precision=sizes.PRECISION)
     to_k = tl.dot(tl.trans(read_by), queries, input_precision=sizes.PRECISION)
-    return to_q, to_k, tl.sum(queries * to_q, 1)
+    nothing = tl.zeros([sizes.C], tl.float32)
+    return to_q, to_k, _passed(read_by * of.products, started, nothing)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _passed(pairs: tl.tensor, started: tl.tensor, ending: tl.tensor) -> tl.tensor:
+    """`[C]`, the sum of the terms that have passed the decay of each token.
+
+    Args:
+        pairs: `[C, C]` terms that decayed from token j to token i.
+        started: `[C]` terms that decayed from the start of the chunk to token i.
+        ending: `[C]` terms that decayed from token j to the end of the chunk.
+    """
+    token, other = tl.arange(0, pairs.shape[0])[:, None], tl.arange(0, pairs.shape[0])[None, :]
+    from_each = tl.cumsum(pairs, 0, reverse=True) + ending[None, :]
+    return tl.sum(tl.where(other < token, from_each, started[None, :]), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -419,8 +445,7 @@ def _by_writes(
     in_system = tl.zeros([C, C], tl.float32)
     known_to = tl.zeros([C, sizes.BK], tl.float32)
     leaving, kept = tl.zeros([C, sizes.BK], tl.float32), tl.zeros([sizes.BK], tl.float32)
-    own, solved = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    skipped = tl.zeros([C], tl.float32)
+    solved, skipped = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for start in range(0, sizes.V, BV):
         columns = start + tl.arange(0, BV)
         new = of_tokens(tokens.v, of.at, of.head, columns, sizes.V)
@@ -435,7 +460,6 @@ def _by_writes(
             known_to += tl.dot(back, tl.trans(state), input_precision=sizes.PRECISION)
         kept += tl.sum(state * after, 1)
         if block == 0:
-            own += tl.sum(back * written, 1)
             solved += tl.sum(back * new, 1)
             to_new = of.b[:, None] * back
             if skip is not None:
@@ -445,22 +469,23 @@ def _by_writes(
             put(grad_v, of.at, of.head, columns, to_new, sizes.H, sizes.V)
     keys = of_tokens(tokens.k, of.at, of.group, of.rows, sizes.K)
     to_k = tl.where(of.at.inside, tl.exp(of.end - of.c), 0.0)[:, None] * leaving
-    # The last token gets what the state that leaves has of each token, and of before.
-    is_last = (tl.arange(0, C) == of.at.last)[:, None]
-    to_decay = tl.sum(tl.where(is_last, tl.sum(keys * to_k, 1)[None, :], 0.0), 1)
-    to_decay += tl.sum(tl.where(is_last, tl.exp(of.end) * kept[None, :], 0.0), 1)
+    ending = tl.sum(keys * to_k, 1)
+    below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
     if sizes.CORRECTED:
-        below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
         in_system = tl.where(below, -in_system * pairwise(of.c, C), 0.0)
-        later = tl.dot(in_system, keys, input_precision=sizes.PRECISION)
-        later -= tl.exp(of.c)[:, None] * known_to
-        to_beta = tl.sum(keys * later, 1)
-        to_decay += of.b * to_beta
-        solved += to_beta
+        later = -tl.exp(of.c)[:, None] * known_to
+        started = of.b * tl.sum(keys * later, 1)
+        later += tl.dot(in_system, keys, input_precision=sizes.PRECISION)
+        solved += tl.sum(keys * later, 1)
         to_k += of.b[:, None] * later
         in_system *= of.b[:, None]
         to_k += tl.dot(tl.trans(in_system), keys, input_precision=sizes.PRECISION)
-    return to_k, to_decay - own, solved, skipped
+        to_decay = _passed(in_system * of.products, started, ending)
+    else:
+        to_decay = tl.sum(tl.where(below, ending[None, :], 0.0), 1)
+    # And what the state that leaves has of the one that enters.
+    to_decay += tl.exp(of.end) * tl.sum(kept)
+    return to_k, to_decay, solved, skipped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -474,7 +499,7 @@ def finish_kernel(
     grad_beta: tl.tensor,
     num_tokens: tl.tensor,
 ) -> None:
-    """Sums over blocks of rows, and over the tokens of a chunk that a decay is in front of."""
+    """Sums over blocks of rows."""
     # See `chunk_kernel`: below it a decay gets nothing.
     LEAST: tl.constexpr = -103.27892990343184
     C: tl.constexpr = sizes.C
@@ -486,8 +511,6 @@ def finish_kernel(
         place = (block * num_tokens + at.first) * sizes.H + head + tl.arange(0, C) * sizes.H
         decay += tl.load(decays + place, mask=at.inside, other=0.0)
         beta += tl.load(betas + place, mask=at.inside, other=0.0)
-    later = tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]
-    found = tl.sum(tl.where(later, decay[None, :], 0.0), 1)
     logs = tl.load(g + of_head, mask=at.inside, other=0.0)
-    tl.store(grad_g + of_head, tl.where(logs < LEAST, 0.0, found), mask=at.inside)
+    tl.store(grad_g + of_head, tl.where(logs < LEAST, 0.0, decay), mask=at.inside)
     tl.store(grad_beta + of_head, beta, mask=at.inside)
