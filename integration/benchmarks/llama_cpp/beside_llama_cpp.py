@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from core_bench.rows import Row, row, save_rows
 from core_bench.runner import Timing, take_turns
 from core_bench.tables import lines_of
 
-_PROMPT, _MOST_STREAMS = 32, 32
+_PROMPT, _STREAMS = 32, (1, 8, 32)
 _SCRIPT = Path(__file__).with_name("streams.mjs")
 
 
@@ -49,14 +50,19 @@ def main() -> None:
     arguments = parser.parse_args()
     prompts = [
         [(7 * row + 13 * place) % 20000 + 500 for place in range(_PROMPT)]
-        for row in range(_MOST_STREAMS)
+        for row in range(max(_STREAMS))
     ]
     rows: list[Row] = []
-    with (
-        tempfile.NamedTemporaryFile("w", suffix=".json") as file,
-        _opened(arguments.directory, arguments.tokens) as plain,
-        _opened(arguments.directory, arguments.tokens, quantization="int8") as int8,
-    ):
+    with ExitStack() as opened:
+        file = opened.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
+        # As llama.cpp's context, each is made for so many streams.
+        llms = {
+            (streams, kind): opened.enter_context(
+                _opened(arguments.directory, arguments.tokens, streams, kind)
+            )
+            for streams in _STREAMS
+            for kind in (None, "int8")
+        }
         json.dump(prompts, file)
         file.flush()
 
@@ -70,16 +76,16 @@ def main() -> None:
             print(found["version"], file=sys.stderr)
             return float(found["tokens_per_s"])
 
-        def ours(llm: LLM) -> Callable[[int, int], float]:
+        def ours(kind: str | None) -> Callable[[int, int], float]:
             def run(threads: int, streams: int) -> float:
                 torch.set_num_threads(threads)
-                return tokens_per_s(llm, prompts[:streams], arguments.tokens)
+                return tokens_per_s(llms[streams, kind], prompts[:streams], arguments.tokens)
 
             return run
 
-        cases = {"llama.cpp": theirs, "pcomm": ours(plain), "pcomm, int8": ours(int8)}
+        cases = {"llama.cpp": theirs, "pcomm": ours(None), "pcomm, int8": ours("int8")}
         for threads in (1, 2):
-            for streams in (1, 8, _MOST_STREAMS):
+            for streams in _STREAMS:
                 # Microseconds for a token of all streams.
                 turns = {
                     name: partial(lambda run, *place: 1e6 / run(*place), run, threads, streams)
@@ -92,13 +98,13 @@ def main() -> None:
         save_rows(arguments.csv, rows)
 
 
-def _opened(directory: Path, tokens: int, quantization: str | None = None) -> LLM:
+def _opened(directory: Path, tokens: int, streams: int, quantization: str | None) -> LLM:
     return LLM(
         directory,
         quantization=quantization,
         max_model_len=_PROMPT + tokens + 1,
-        max_requests=_MOST_STREAMS,
-        memory_bytes=1 << 30,
+        max_requests=streams,
+        memory_bytes=1 << 28,
         prefix_cache=False,
     )
 

@@ -221,8 +221,8 @@ def test_few_rows_are_multiplied_by_the_weight_as_it_lies_where_tiles_are_used(
     assert uses_bf16_tiles() == expected
     kind = FewRowsWeight if expected else PackedWeight
     assert isinstance(packed_weight(weight, most_rows=1), kind)
-    assert isinstance(packed_weight(weight, most_rows=32), kind)
-    for most_rows in (33, None):
+    assert isinstance(packed_weight(weight, most_rows=16), kind)
+    for most_rows in (17, None):
         assert isinstance(packed_weight(weight, most_rows=most_rows), PackedWeight)
     layer = nn.Linear(256, 128, dtype=torch.bfloat16)
     held = layer.weight.data_ptr()

@@ -38,7 +38,9 @@ _MOST_INPUTS_OF_ONE_ROW = 1024
 # Rows up to which AMX adds up a row of bf16 in one order, however many they are.
 _MOST_ROWS_OF_TILES = 32
 
-# Rows up to which torch turns what AMX gives in less time than it brings a weight into blocks.
+# Rows up to which AMX reads a weight as it lies in less time than one in blocks, and those up to
+# which torch turns what comes of it in less time than it brings the weight into blocks.
+_MOST_FEW_ROWS = 16
 _MOST_ROWS_ACROSS = 64
 
 # Elements of a weight up to which torch multiplies one row without oneDNN.
@@ -132,9 +134,9 @@ class FewRowsWeight:
     """`x W^T + b` by AMX with a bf16 weight as it lies in memory. Local, without gradients.
 
     The weight is the left operand, of which AMX reads 16 rows at once, and `x` the right one. Up to
-    32 rows of `x` so take less time than with a weight in oneDNN's layout, and have the same bits:
-    each row those that it has alone. More rows of `x` are computed in blocks of 32 or, where their
-    bits may depend on their number, at once.
+    16 rows of `x` so take less time than with a weight in oneDNN's layout. Up to 32 have the same
+    bits as with that: each row those that it has alone. More rows of `x` are computed in blocks of
+    32 or, where their bits may depend on their number, at once.
 
     Args:
         weight_OI: Weight `[O, I]`, bf16 on a CPU, which is kept.
@@ -248,7 +250,7 @@ def pack_weights(
             the number of rows, however small the weight is. Products of bf16 by AMX are computed
             in blocks of at most 32 rows, so that steps with more rows take longer.
         most_rows: Rows of nearly all products, such as the requests of an engine; None if they are
-            not known. For up to 32 a weight in bf16 stays as it is where oneDNN uses AMX.
+            not known. For up to 16 a weight in bf16 stays as it is where oneDNN uses AMX.
 
     Returns:
         Names of the layers whose weights were packed.
@@ -342,7 +344,7 @@ def packed_weight(
     if fewest is None or weight_OI.device.type != "cpu" or weight_OI.numel() < fewest:
         return None
     is_by_tiles = weight_OI.dtype == torch.bfloat16 and uses_bf16_tiles()
-    if is_by_tiles and most_rows is not None and most_rows <= _MOST_ROWS_OF_TILES:
+    if is_by_tiles and most_rows is not None and most_rows <= _MOST_FEW_ROWS:
         return FewRowsWeight(weight_OI)
     try:
         return PackedWeight(weight_OI)
