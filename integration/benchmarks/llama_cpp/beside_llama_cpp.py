@@ -93,7 +93,7 @@ def main() -> None:
                 }
                 found = take_turns(turns, arguments.rounds, warm_up=False)
                 rows += _rows(found, f"threads {threads}, streams {streams}")
-    print("\n".join(lines_of(rows, width=40)))
+    print("\n".join(lines_of(rows)))
     if arguments.csv is not None:
         save_rows(arguments.csv, rows)
 
