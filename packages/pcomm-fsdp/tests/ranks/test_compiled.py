@@ -22,6 +22,8 @@ from pcomm.fsdp.sharded import Sharded
 
 # -- blocks and whole models under `torch.compile`, before and after they are sharded -----------
 
+LEFT = "tqdm's monitor, which torch.compile starts, lives as long as the process"
+
 FORMS = {
     "blocks before": ("blocks", "before", "zero3"),
     "blocks, zero2": ("blocks", "after", "zero2"),
@@ -104,7 +106,7 @@ AOT = ("blocks before", "model after")
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in AOT])
-@ranks(2)
+@ranks(2, leaves=LEFT)
 def test_equal_to_one_process(rank: int, form: str) -> None:
     follow_frozen(rank, form, "eager")
 
@@ -112,7 +114,7 @@ def test_equal_to_one_process(rank: int, form: str) -> None:
 @pytest.mark.parametrize(
     "form", [pytest.param(one, marks=[pytest.mark.soak] * (one != AOT[0])) for one in AOT]
 )
-@ranks(2)
+@ranks(2, leaves=LEFT)
 def test_equal_to_one_process_with_compiled_backward(rank: int, form: str) -> None:
     """Autograd gets one node for all of a graph, which saves other tensors."""
     follow_frozen(rank, form, "aot_eager")
@@ -130,7 +132,7 @@ def a_step(model: nn.Module, length: int, rank: int) -> Tensor:
     return evaluated
 
 
-@ranks(2)
+@ranks(2, leaves=LEFT)
 def test_graph_breaks_shapes_and_flows(rank: int) -> None:
     torch._dynamo.reset()
     model, reference = (model_of(num_blocks=2) for _ in range(2))
@@ -164,7 +166,7 @@ def llama_tokens(step: int, rank: int) -> Tensor:
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="the model is transformers' own")
-@ranks(2)
+@ranks(2, leaves="a progress bar of transformers keeps a thread")
 def test_a_llama_is_trained_compiled_and_saved(rank: int, tmp_path: Path) -> None:
     """In one test: transformers takes longer to be imported than all of it."""
     transformers = import_module("transformers")

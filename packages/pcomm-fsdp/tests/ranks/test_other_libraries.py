@@ -191,7 +191,7 @@ def test_two_models_at_once(rank: int) -> None:
 
 
 @NEEDS_ACCELERATE
-@ranks(2)
+@ranks(2, leaves="tqdm's monitor, which transformers starts, lives as long as the process")
 def test_accelerate_trains_and_names_how_to_save(rank: int, tmp_path: Path) -> None:
     accelerate = import_module("accelerate")
     expected = llama()

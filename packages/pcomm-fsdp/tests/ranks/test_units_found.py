@@ -16,6 +16,9 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.plan.unit_choice import choose_units
 
+# What torch.compile starts.
+LEFT = "tqdm's monitor, which torch.compile starts, lives as long as the process"
+
 # One for each way to be different; the long form tries all.
 SOME = (
     "LlamaForCausalLM",
@@ -45,7 +48,7 @@ def test_works_with_a_class_of_transformers_as_one_process(rank: int, name: str)
     "name",
     [pytest.param(n, marks=[] if n in COMPILED else pytest.mark.soak) for n in foreign_classes()],
 )
-@ranks(2)
+@ranks(2, leaves=LEFT)
 def test_compiled_blocks_train_as_in_one_process(rank: int, name: str) -> None:
     torch._dynamo.reset()
     found = compare_foreign(name, rank, compiles="eager")

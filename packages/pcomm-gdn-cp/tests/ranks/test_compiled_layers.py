@@ -91,7 +91,7 @@ def test_a_compiled_layer_is_the_layer(spec: Spec, packs: list[tuple[int, ...]])
     ids="+".join,
 )
 @pytest.mark.soak
-@ranks(2)
+@ranks(2, leaves="tqdm's monitor, which torch.compile starts, lives as long as the process")
 def test_compiled_layers_on_two_ranks_are_the_layers(rank: int, strategies: list[str]) -> None:
     torch._dynamo.reset()
     group = Group.from_process_group("cp", world())

@@ -41,7 +41,7 @@ class Layer(nn.Module):
         return torch.cat([total.view(-1), stream.view(-1), normed.view(-1), residual.view(-1)])
 
 
-@ranks(2)
+@ranks(2, leaves="tqdm's monitor, which torch.compile starts, lives as long as the process")
 def test_a_compiled_layer_equals_the_layer(rank: int) -> None:
     group = Group.from_process_group("tp", default_group())
     with opened(1 << 14) as workspace, torch.no_grad():

@@ -117,7 +117,7 @@ def test_a_dtensor_mlp_and_its_gradients_are_those_of_gloo(rank: int) -> None:
     assert all(map(torch.equal, found["nvls"], found["gloo"]))
 
 
-@ranks(2)
+@ranks(2, leaves="a thread of tqdm, which the compiler starts")
 def test_functional_collectives_and_compiled_ones_take_kernels(rank: int) -> None:
     x = torch.arange(16.0) + rank
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,9 +137,6 @@ class _Test:
             module = importlib.util.module_from_spec(spec)
             sys.modules[module_name] = module
             spec.loader.exec_module(module)
-            # As with what the server of ranks has imported: collections need not walk through it.
-            gc.collect()
-            gc.freeze()
         found: Any = module
         for part in self.name.split("."):
             found = getattr(found, part)
@@ -154,7 +149,6 @@ def _run_test(test: _Test, arguments: dict[str, object], must_be_clean: bool) ->
     if folder not in sys.path:
         sys.path.append(folder)
     function = test.load()
-    _have_no_monitor()
     before = Living.now()
     with poisoned_memory():
         try:
@@ -168,14 +162,6 @@ def _run_test(test: _Test, arguments: dict[str, object], must_be_clean: bool) ->
     _end_groups(before)
     left = left_behind(before)
     assert not left, f"{test.name} leaves behind {', '.join(left)}"
-
-
-def _have_no_monitor() -> None:
-    """The first progress bar of tqdm would start a thread that lives as long as the process."""
-    with suppress(ImportError):
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        tqdm.monitor_interval = 0
 
 
 def _end_groups(before: Living) -> None:
