@@ -372,6 +372,27 @@ def test_a_weight_that_the_embedding_keeps_and_one_that_two_layers_share() -> No
     assert first.weight_product is second.weight_product
 
 
+@torch.inference_mode()
+def test_a_copy_of_a_weight_for_few_rows_is_apart_from_it_and_a_pickle_is_refused() -> None:
+    weight, rows = weight_and_rows(300, 256, torch.bfloat16)
+    product = FewRowsWeight(weight, batch_invariant=True)
+    copied = copy.deepcopy(product)
+    expected = product(rows, None)
+    # As an embedding that is tied to a head, which the product follows.
+    weight.mul_(2)
+    assert torch.equal(copied(rows, None), expected)
+    assert torch.equal(product(rows, None), 2 * expected)
+    assert copied.is_batch_invariant
+    with pytest.raises(UnsupportedError, match="pickle of a packed weight"):
+        pickle.dumps(product)
+    # Nothing to multiply by, and a bias.
+    empty = FewRowsWeight(torch.empty(5, 0, dtype=torch.bfloat16), batch_invariant=True)
+    bias = torch.randn(5).bfloat16()
+    for count in (1, 3, 40):
+        found = empty(torch.empty(count, 0, dtype=torch.bfloat16), bias)
+        assert torch.equal(found, bias.expand(count, -1))
+
+
 def compiled(model: nn.Module) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)

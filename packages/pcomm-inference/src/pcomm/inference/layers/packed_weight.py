@@ -122,12 +122,7 @@ class PackedWeight:
         Raises:
             UnsupportedError: Always.
         """
-        raise UnsupportedError(
-            "pickle of a packed weight",
-            found=f"a weight {list(self._packed.shape)} in oneDNN's layout",
-            why="That layout is made for one processor.",
-            fix="Load the model where it is needed, and pack its weights there.",
-        )
+        raise _no_pickle(self._packed)
 
 
 class FewRowsWeight:
@@ -139,7 +134,8 @@ class FewRowsWeight:
     32 or, where their bits may depend on their number, at once.
 
     Args:
-        weight_OI: Weight `[O, I]`, bf16 on a CPU, which is kept.
+        weight_OI: Weight `[O, I]`, bf16 on a CPU. It is kept as it is: who changes it, such as an
+            embedding that is tied to it, changes the products.
         batch_invariant: True to compute more than 32 rows in blocks.
 
     Attributes:
@@ -150,7 +146,7 @@ class FewRowsWeight:
     def __init__(self, weight_OI: Tensor, *, batch_invariant: bool = False) -> None:
         self.nbytes, self._num_outputs = weight_OI.nbytes, weight_OI.shape[0]
         # Rows of zeros make a small weight large enough for oneDNN.
-        least = _MOST_ELEMENTS_OF_OWN // weight_OI.shape[1] + 1
+        least = _MOST_ELEMENTS_OF_OWN // max(1, weight_OI.shape[1]) + 1
         self._num_added = max(0, least - self._num_outputs)
         self._weight_OI = self._padded(weight_OI).contiguous()
         self.is_batch_invariant = batch_invariant
@@ -184,8 +180,26 @@ class FewRowsWeight:
         return F.pad(outputs_first, (0, 0) * (outputs_first.dim() - 1) + (0, self._num_added))
 
     def __deepcopy__(self, memo: dict[int, object]) -> FewRowsWeight:
-        """Give this one itself, which nothing changes."""
-        return self
+        """Copy the weight, which others may hold and change."""
+        weight_OI = self._weight_OI[: self._num_outputs].clone()
+        return FewRowsWeight(weight_OI, batch_invariant=self.is_batch_invariant)
+
+    def __reduce__(self) -> str:
+        """Refused.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise _no_pickle(self._weight_OI)
+
+
+def _no_pickle(weight: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        "pickle of a packed weight",
+        found=f"a weight {list(weight.shape)} in the form of this processor",
+        why="It is made for one processor; on another, rows would have other bits.",
+        fix="Load the model where it is needed, and pack its weights there.",
+    )
 
 
 def _few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -239,8 +253,8 @@ def pack_weights(
 
     For inference on a CPU, where it makes a step with few rows about twice as fast. Weights in
     bf16 and fp32 that are large enough to gain are packed; others, and everything on a processor
-    or a build of torch without oneDNN, stay as they are. A weight that a layer shares with the
-    embedding is there twice afterwards.
+    or a build of torch without oneDNN, stay as they are. A weight that is packed and shared with
+    the embedding is there twice afterwards, and no longer follows that.
 
     Args:
         model: Model of `nn.Linear` or tensor-parallel layers, changed in place. Its layers refuse
@@ -307,7 +321,7 @@ def invariant_weight(weight_OI: Tensor) -> PackedWeight | FewRowsWeight | None:
     """A form whose rows do not depend on their number; None if the weight as it is has that. Local.
 
     Args:
-        weight_OI: Weight `[O, I]`; its numbers are copied.
+        weight_OI: Weight `[O, I]`.
 
     Raises:
         UnsupportedError: There is none for the dtype, the device or the processor.
