@@ -26,7 +26,7 @@ from gdn_cp_support.naive_recurrences import (
     naive_recurrent_gated_delta_rule,
     naive_recurrent_mamba2_ssd,
 )
-from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.core.testing.assertions import assert_as_accurate, assert_equal, poisoned_memory
 from pcomm.gdn_cp.ops.backend import Kernels
 from pcomm.gdn_cp.specs import MatrixTransition, ScalarTransition
@@ -290,13 +290,15 @@ def test_two_at_once_do_not_meet_and_keep_no_more_than_their_inputs(core: Any) -
             assert_equal(mine.detach(), wanted)
 
 
+@pytest.mark.parametrize("kernels", [TORCH, TRITON], ids=["torch", "triton"])
 @ONE_CORE
-def test_a_second_derivative_is_refused(core: Any) -> None:
+def test_a_second_derivative_is_refused(core: Any, kernels: Kernels) -> None:
+    """Also where the loss is linear, so that what arrives is a constant."""
     inputs = core.inputs((5,), 6, 5, dtype=torch.float32)
-    output, _ = core.run(inputs, (0, 5), TRITON)
-    (grad,) = torch.autograd.grad(output.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+    output, _ = core.run(inputs, (0, 5), kernels)
+    for loss in (output.square().sum(), output.sum()):
+        with pytest.raises(UnsupportedError, match="create_graph=True"):
+            torch.autograd.grad(loss, inputs[0], create_graph=True, retain_graph=True)
 
 
 def delta(**changed: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcomm.gdn_cp.ops.entry import (
@@ -23,6 +22,7 @@ from pcomm.gdn_cp.ops.entry import (
     check_shape,
     check_tokens,
     compute_dtype,
+    differentiable_once,
     graph_break,
 )
 from pcomm.gdn_cp.pack_offsets import PackOffsets
@@ -198,7 +198,7 @@ class _Convolution(torch.autograd.Function):
         return F.silu(before)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, taps, before, heads = ctx.saved_tensors
         boundaries, num_before = ctx.boundaries, len(taps) - 1

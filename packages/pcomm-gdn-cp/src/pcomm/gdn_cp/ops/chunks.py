@@ -20,12 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcomm.core.collectives.autograd import with_adjoint
 from pcomm.core.errors import ConfigError
-from pcomm.gdn_cp.ops.entry import apply_function, check_shape, full_precision
+from pcomm.gdn_cp.ops.entry import (
+    apply_function,
+    check_shape,
+    differentiable_once,
+    full_precision,
+)
 from pcomm.gdn_cp.pack_offsets import KeepsDerived, PackOffsets
 
 __all__ = [
@@ -467,7 +471,7 @@ class _ReadChunks(torch.autograd.Function):
         return read
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, values, states, decay, pairs, of_state = ctx.saved_tensors
         (grad,) = grads

@@ -14,7 +14,7 @@ from torch import Tensor
 # not when a function is defined. torch's optimizers use it for that reason.
 from torch._compile import _disable_dynamo
 
-from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 
 __all__ = [
     "apply_function",
@@ -22,6 +22,7 @@ __all__ = [
     "check_shape",
     "check_tokens",
     "compute_dtype",
+    "differentiable_once",
     "full_precision",
     "graph_break",
 ]
@@ -124,6 +125,38 @@ def apply_function(function: type[torch.autograd.Function], *inputs: Any) -> Any
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return function.apply(*inputs)
     return function.forward(_NotRecorded(), *inputs)
+
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """A backward of a `torch.autograd.Function` that refuses to be recorded.
+
+    Torch's `once_differentiable` lets one pass whose incoming gradients are constants, as those of
+    a sum are. A second derivative would then lack what passes through it, without an error.
+
+    Args:
+        backward: Function of the context and the incoming gradients.
+
+    Returns:
+        The same, which raises UnsupportedError where `create_graph=True` was given.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "backward of pcomm.gdn_cp.ops with create_graph=True",
+                found=backward.__qualname__,
+                why="Its gradients are computed from what forward has kept, and cannot be "
+                "differentiated twice.",
+                fix="Leave create_graph out, or take second derivatives of a recurrence that is "
+                "written token by token.",
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 class _NotRecorded:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcomm.gdn_cp.ops.chunks import (
@@ -43,6 +42,7 @@ from pcomm.gdn_cp.ops.entry import (
     check_shape,
     check_tokens,
     compute_dtype,
+    differentiable_once,
     full_precision,
     graph_break,
 )
@@ -401,7 +401,7 @@ class _DeltaScan(torch.autograd.Function):
         return values, states, final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, (grad_values, grad_states, grad_final) = _Kept(*ctx.saved_tensors), grads
         with full_precision(kept.v):

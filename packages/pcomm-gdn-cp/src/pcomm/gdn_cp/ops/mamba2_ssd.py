@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcomm.gdn_cp.ops.chunks import (
@@ -40,6 +39,7 @@ from pcomm.gdn_cp.ops.entry import (
     check_shape,
     check_tokens,
     compute_dtype,
+    differentiable_once,
     full_precision,
     graph_break,
 )
@@ -348,7 +348,7 @@ class _DecayScan(torch.autograd.Function):
         return states, torch.cat([state, *reversed(finals)])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         k, values, decay, states = ctx.saved_tensors
         grad_states, grad_final = grads

@@ -19,11 +19,10 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import ChunkTables, chunk_tables
-from pcomm.gdn_cp.ops.entry import apply_function, graph_break
+from pcomm.gdn_cp.ops.entry import apply_function, differentiable_once, graph_break
 from pcomm.gdn_cp.ops.kernels.triton_gates import sum_launch
 from pcomm.gdn_cp.pack_offsets import PackOffsets
 
@@ -110,7 +109,7 @@ class _Convolution(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, halo = ctx.saved_tensors
         tables, sections = ctx.constants

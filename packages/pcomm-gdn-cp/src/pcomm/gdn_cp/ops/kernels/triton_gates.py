@@ -15,10 +15,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pcomm.core.kernel_launch import KernelLaunch
-from pcomm.gdn_cp.ops.entry import apply_function, graph_break
+from pcomm.gdn_cp.ops.entry import apply_function, differentiable_once, graph_break
 
 __all__ = [
     "delta_gates",
@@ -102,7 +101,7 @@ class _Gates(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         a, b, a_log, bias = ctx.saved_tensors
         grad_g, grad_other = (
@@ -130,7 +129,7 @@ class _GatedNorm(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
         launch, (grad_x, grad_gate, parts) = norm_backward_launch(

@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcomm.core.kernel_launch import KernelLaunch
 from pcomm.gdn_cp.ops.chunks import ChunkTables, chunk_tables
-from pcomm.gdn_cp.ops.entry import apply_function, check_shape, graph_break
+from pcomm.gdn_cp.ops.entry import (
+    apply_function,
+    check_shape,
+    differentiable_once,
+    graph_break,
+)
 from pcomm.gdn_cp.ops.gated_delta_rule import check_delta_inputs
 from pcomm.gdn_cp.ops.kernels.triton_chunks import Local, local_launch, read_launch, scan_launch
 from pcomm.gdn_cp.ops.kernels.triton_chunks_backward import (
@@ -190,7 +194,7 @@ class _Recurrence(torch.autograd.Function):
         return output, scanned.final_NHKV
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, grad_final = (None if x is None else x.contiguous() for x in grads)
         q, k, v, g, beta, skip, initial = ctx.saved_tensors
