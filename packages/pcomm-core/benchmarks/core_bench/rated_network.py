@@ -106,7 +106,7 @@ class RatedNetwork:
 
         Args:
             host: Number of a rank, or -1 for the hub.
-            words: What follows `ip -n NAMESPACE`, such as `link set rail0 down`.
+            words: Arguments behind `ip -n NAMESPACE`, such as `link set rail0 down`.
             program: `ip` or `tc`.
         """
         _run([program, "-n", self.namespaces[host], *words.split()])

@@ -77,7 +77,7 @@ class DryRun:
         step: The counted step of rank 0.
         time: Predicted time of that step.
         machine: Machine for which the time was predicted.
-        resilient: What a resilient run survives, with the step; None for another run.
+        resilient: Step of a resilient run, with the losses that it survives; None for another run.
         num_spares: Number of ranks beyond the grid, which wait.
     """
 

@@ -24,7 +24,7 @@ def upload(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
     Args:
         parts: Tensors on the host of one dtype and one dimension; some may be empty.
-        device: Where they are wanted.
+        device: Device that gets them.
 
     Returns:
         Views of one tensor of the device, in the same order, aligned to 16 bytes; the parts

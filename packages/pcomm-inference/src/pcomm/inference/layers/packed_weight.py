@@ -38,8 +38,8 @@ _MOST_INPUTS_OF_ONE_ROW = 1024
 # Rows up to which AMX adds up a row of bf16 in one order, however many they are.
 _MOST_ROWS_OF_TILES = 32
 
-# Rows up to which AMX reads a weight as it lies in less time than one in blocks, and those up to
-# which torch turns what comes of it in less time than it brings the weight into blocks.
+# Rows up to which AMX takes about as long with a weight as it lies as with one in blocks, and those
+# up to which torch turns what comes of it in less time than it brings the weight into blocks.
 _MOST_FEW_ROWS = 16
 _MOST_ROWS_ACROSS = 64
 
@@ -129,9 +129,9 @@ class FewRowsWeight:
     """`x W^T + b` by AMX with a bf16 weight as it lies in memory. Local, without gradients.
 
     The weight is the left operand, of which AMX reads 16 rows at once, and `x` the right one. Up to
-    16 rows of `x` so take less time than with a weight in oneDNN's layout. Up to 32 have the same
-    bits as with that: each row those that it has alone. More rows of `x` are computed in blocks of
-    32 or, where their bits may depend on their number, at once.
+    16 rows of `x` so take about as long as with a weight in oneDNN's layout, and no copy is made.
+    Up to 32 have the same bits as with that: each row those that it has alone. More rows of `x` are
+    computed in blocks of 32 or, where their bits may depend on their number, at once.
 
     Args:
         weight_OI: Weight `[O, I]`, bf16 on a CPU. It is kept as it is: who changes it, such as an

@@ -64,7 +64,7 @@ def choose(logits_RV: Tensor, told_6R: Tensor, noise: TokenNoise) -> Tensor:
 
     Args:
         logits_RV: Logits that `takes_logits`, edited and masked.
-        told_6R: What `told_of_draws` gave for these rows, on the device.
+        told_6R: int64 `[6, R]` on the device, from `told_of_draws` of these rows.
         noise: Noise of the vocabulary.
     """
     out_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)

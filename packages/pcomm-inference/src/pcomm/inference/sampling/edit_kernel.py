@@ -32,7 +32,7 @@ def edit(edited_RV: Tensor, logits_RV: Tensor, told: Tensor) -> None:
     Args:
         edited_RV: Copy of the logits, fp32 and contiguous, which is changed.
         logits_RV: The logits.
-        told: What `told_of_edits` gave for these rows, on the device.
+        told: int64 on the device, from `told_of_edits` of these rows.
     """
     num_rows, vocabulary = edited_RV.shape
     arguments = {

@@ -121,7 +121,7 @@ class Sampler:
             logits_LV: Logits of any floating-point dtype; not changed. Those of fp64 are rounded to
                 fp32 first, so that a row does not depend on the settings of others.
             rows: Settings and history of each row, in the order of the logits.
-            told: What `told` gave for them, on the device; None to bring it there now.
+            told: Tensors on the device, from `told` of these rows; None to bring them there now.
         """
         assert tuple(logits_LV.shape) == (len(rows), self._vocabulary), "one row of logits for each"
         if not rows:
