@@ -45,7 +45,7 @@ def interpreted(names: Sequence[str]) -> Iterator[None]:
             # the package that holds a module refers to it, too.
             package, _, leaf = name.rpartition(".")
             patch.setattr(import_module(package), leaf, None, raising=False)
-            patch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+            patch.setitem(sys.modules, name, None)
         for name in names:
             del sys.modules[name]
         for name in names:
@@ -70,8 +70,8 @@ def patch_once() -> None:
 
     It does so again for each function that a kernel calls, which takes as long as all the rest.
     """
-    import triton.language as tl  # type: ignore[import-untyped]
-    from triton.runtime import interpreter  # type: ignore[import-untyped]
+    import triton.language as tl
+    from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
     if patch.__module__ == __name__:
