@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -124,7 +126,9 @@ def test_connections_are_known_where_one_communicator_was_made_and_not_where_two
         two.shut_down()
         for other in others:
             assert other.send(b"goes") == 4
-        one.shut_down()
+        # No thread of gloo closes it here.
+        with mock.patch.object(communicators, "_CLOSING_S", 0.0):
+            one.shut_down()
         with pytest.raises(BrokenPipeError):
             first.send(b"ended")
 
@@ -142,6 +146,47 @@ def test_numbers_that_are_other_files_by_now_are_left_alone() -> None:
         before = os.listdir("/proc/self/fd")
         known.shut_down()
         assert {*os.listdir("/proc/self/fd")} <= {*before}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a poll watches")
+@ranks(2)
+def test_a_thread_of_gloo_that_turns_around_a_message_is_not_waited_for(rank: int) -> None:
+    with OwnConnections.recorded() as own:
+        group = dist.new_group([0, 1])
+    assert own
+    received = torch.zeros(1)
+    if rank == 0:
+        # Asked for, and given up before it comes: gloo finds no place for the message, for ever.
+        group.recv([received], 1, 0)
+    dist.barrier()
+    if rank == 1:
+        group.send([torch.ones(1)], 0, 0).wait()
+    dist.barrier()
+    if rank == 0:
+        with mock.patch.object(communicators, "_CLOSING_S", WAIT_S):
+            own.shut_down()
+        assert received.item() == 0
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a poll watches")
+def test_a_thread_of_gloo_that_is_late_is_waited_for() -> None:
+    with contextlib.ExitStack() as held:
+        with OwnConnections.recorded() as own:
+            ours = held.enter_context(_communicator_like())
+        # The time that it has run, which ends below the limit when it closes the connection.
+        run_s = itertools.chain((0.0,) * 20, itertools.count(0.0, 0.01))
+        held.enter_context(mock.patch.object(communicators, "_loops_s", run_s.__next__))
+        pauses = iter(range(40))
+
+        def pause(_: float) -> None:
+            if next(pauses) == 39:
+                ours.close()
+
+        held.enter_context(mock.patch.object(communicators.time, "sleep", pause))
+        own.shut_down()
+        assert ours.fileno() == -1
 
 
 def test_a_default_group_that_cannot_begin_keeps_no_later_one() -> None:

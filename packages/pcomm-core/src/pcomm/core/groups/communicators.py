@@ -335,8 +335,11 @@ class ConnectingStore(dist.Store):
 
 _FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
-# Gloo's own thread closes a connection as soon as it runs; the limit is for one that never does.
-_PAUSE_S, _CLOSING_S = 0.0005, 10.0
+# Gloo's own thread closes a connection as soon as it runs. One that has run for so long without
+# closing it never will; the other limit is for a thread that never runs, or has another name.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
+_SPINNING_S, _CLOSING_S = 0.25, 10.0
+_TASKS, _NAME_OF_LOOPS = Path("/proc/self/task"), "gloo_tcp_loop"
 
 
 class OwnConnections:
@@ -375,17 +378,35 @@ class OwnConnections:
 
         On return gloo has closed them, so that what had arrived before is written, and nothing
         else will be. An operation of which a message had arrived, or was sent, in part is the one
-        that gloo does not end: its wait lasts until the time limit of the communicator.
+        that gloo does not end: its wait lasts until the time limit of the communicator. If nobody
+        waits for it any more, gloo's thread turns around the message until the communicator is
+        freed, which is what follows.
         """
         for number, identity in self._found.items():
             # A number of our own, which stays open between the comparison and the call.
             with contextlib.suppress(OSError), _socket(number) as own:
                 if os.fstat(own.fileno()).st_ino == identity:
                     own.shutdown(socket.SHUT_RDWR)
-        end_s = time.monotonic() + _CLOSING_S
-        while any(itertools.starmap(_is_open, self._found.items())) and time.monotonic() < end_s:
-            time.sleep(_PAUSE_S)
+        end_s, spinning_s = time.monotonic() + _CLOSING_S, _loops_s() + _SPINNING_S
+        pause_s = _PAUSE_S
+        while any(itertools.starmap(_is_open, self._found.items())):
+            if time.monotonic() > end_s or _loops_s() > spinning_s:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._found.clear()
+
+
+def _loops_s() -> float:
+    """Seconds that gloo's threads of this process have run; 0 where the system does not tell."""
+    run_ns = 0
+    with contextlib.suppress(OSError):
+        for task in _TASKS.iterdir():
+            # A thread may end meanwhile.
+            with contextlib.suppress(OSError):
+                if (task / "comm").read_text().strip() == _NAME_OF_LOOPS:
+                    run_ns += int((task / "schedstat").read_text().split()[0])
+    return run_ns / 1e9
 
 
 def _polls() -> Iterator[dict[int, int]]:
