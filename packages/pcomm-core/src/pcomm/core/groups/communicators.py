@@ -336,10 +336,10 @@ class ConnectingStore(dist.Store):
 _FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 # Gloo's own thread closes a connection as soon as it runs. One that has run for so long without
-# closing it never will; the other limit is for a thread that never runs, or has another name.
+# closing it never will; the other limit is for one that never runs, or is not known.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
 _SPINNING_S, _CLOSING_S = 0.25, 10.0
-_TASKS, _NAME_OF_LOOPS = Path("/proc/self/task"), "gloo_tcp_loop"
+_TASKS, _NAME_OF_LOOP = Path("/proc/self/task"), "gloo_tcp_loop"
 
 
 class OwnConnections:
@@ -351,6 +351,7 @@ class OwnConnections:
 
     def __init__(self) -> None:
         self._found: dict[int, int] = {}
+        self._loop: Path | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -361,6 +362,7 @@ class OwnConnections:
         which of the two a connection belongs to.
         """
         connections, before = cls(), {i for watched in _polls() for i in watched.values()}
+        loops = _loops()
         yield connections
         made: list[dict[int, int]] = []
         for watched in _polls():
@@ -369,6 +371,8 @@ class OwnConnections:
                 made.append(new)
         if len(made) == 1:
             connections._found = {n: i for n, i in made[0].items() if _is_connected(n)}
+            own = _loops() - loops
+            connections._loop = own.pop() if len(own) == 1 else None
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -387,26 +391,34 @@ class OwnConnections:
             with contextlib.suppress(OSError), _socket(number) as own:
                 if os.fstat(own.fileno()).st_ino == identity:
                     own.shutdown(socket.SHUT_RDWR)
-        end_s, spinning_s = time.monotonic() + _CLOSING_S, _loops_s() + _SPINNING_S
+        end_s, spinning_s = time.monotonic() + _CLOSING_S, _run_s(self._loop) + _SPINNING_S
         pause_s = _PAUSE_S
         while any(itertools.starmap(_is_open, self._found.items())):
-            if time.monotonic() > end_s or _loops_s() > spinning_s:
+            if time.monotonic() > end_s or _run_s(self._loop) > spinning_s:
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._found.clear()
 
 
-def _loops_s() -> float:
-    """Seconds that gloo's threads of this process have run; 0 where the system does not tell."""
-    run_ns = 0
+def _loops() -> set[Path]:
+    """Gloo's threads of this process; none where the system does not tell."""
+    found: set[Path] = set()
     with contextlib.suppress(OSError):
         for task in _TASKS.iterdir():
             # A thread may end meanwhile.
             with contextlib.suppress(OSError):
-                if (task / "comm").read_text().strip() == _NAME_OF_LOOPS:
-                    run_ns += int((task / "schedstat").read_text().split()[0])
-    return run_ns / 1e9
+                if (task / "comm").read_text().strip() == _NAME_OF_LOOP:
+                    found.add(task)
+    return found
+
+
+def _run_s(loop: Path | None) -> float:
+    """Seconds that a thread has run; 0 where that is not known, or it has ended."""
+    if loop is not None:
+        with contextlib.suppress(OSError):
+            return int((loop / "schedstat").read_text().split()[0]) / 1e9
+    return 0.0
 
 
 def _polls() -> Iterator[dict[int, int]]:
