@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Counted", "counting"]
+__all__ = ["Counted", "bytes_of_launch", "counting"]
 
 aten = torch.ops.aten
 
@@ -80,13 +80,8 @@ def counting(kernel_bytes: Mapping[str, Callable[..., int]] | None = None) -> It
     sizes = kernel_bytes or {}
 
     def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        name = kernel.__name__
-        found.launches[name] += 1
-        of_kernel = sizes.get(name)
-        leaves = tree_leaves((arguments, named))
-        # One that is given twice, or in the place of one that is not read, counts once.
-        tensors = {id(one): one for one in leaves if isinstance(one, Tensor)}.values()
-        found.num_bytes += of_kernel(**named) if of_kernel else sum(map(_extent, tensors))
+        found.launches[kernel.__name__] += 1
+        found.num_bytes += bytes_of_launch(kernel.__name__, arguments, named, sizes)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
@@ -95,6 +90,21 @@ def counting(kernel_bytes: Mapping[str, Callable[..., int]] | None = None) -> It
         stack.enter_context(_Fused(found))
         stack.enter_context(_Counter(found))
         yield found
+
+
+def bytes_of_launch(
+    name: str,
+    arguments: Sequence[Any],
+    named: Mapping[str, Any],
+    sizes: Mapping[str, Callable[..., int]],
+) -> int:
+    """Bytes that a launch of a Triton kernel moves: of all its tensors, or what `sizes` says."""
+    if of_kernel := sizes.get(name):
+        return of_kernel(**named)
+    leaves = tree_leaves((arguments, named))
+    # One that is given twice, or in the place of one that is not read, counts once.
+    tensors = {id(one): one for one in leaves if isinstance(one, Tensor)}.values()
+    return sum(map(_extent, tensors))
 
 
 # -- operations ------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 Stages are independent: each command is a process of its own with a limit, and none stops the next.
 Three calls of at most ten minutes: group A is stages 0 to 3 (is it right), B is 4 and 5, C is 6 to
 8 (how fast). In DIR lie `lines.jsonl`, a line for each command, `log.txt` with what they printed,
-and `summary.txt`, which is printed at the end too; a later call with the same DIR adds to them.
+`predictions.md`, what was predicted without a GPU beside what was measured, and `summary.txt`. The
+last two are printed at the end; a later call with the same DIR adds to all.
 
 The packages are installed as wheels for the time of the call: new ones, or where `hatchling` is not
 there those in `.wheels`, which were built before and brought along:
@@ -34,7 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STAGES", "Command", "Stage", "main"]
+import gpu_predictions
+
+__all__ = ["STAGES", "STAGE_OF", "Command", "Stage", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = {"A": (0, 3), "B": (4, 5), "C": (6, 8)}
@@ -177,10 +180,12 @@ STAGES = (
     ),
     Stage(
         5,
-        "what packing and the recurrent layers cost",
+        "what packing and the recurrent layers cost, and is it as predicted",
         (
             Command("packs", ("python", "packages/pcomm-gdn-cp/benchmarks/pack_bandwidth.py"), 120),
             _measured("layers", 150),
+            _measured("kernels", 180),
+            _measured("counts", 120),
         ),
     ),
     Stage(
@@ -206,13 +211,15 @@ STAGES = (
     Stage(8, "does it go on so for a while", (_measured("soak", 60),)),
 )
 
+STAGE_OF = {command.name: stage.number for stage in STAGES for command in stage.commands}
+
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
     """Run the stages; 0 if it came to its end, whatever they said."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the four files")
     parser.add_argument("--group", choices=GROUPS, help="stages of one call; default: all")
     parser.add_argument("--from", type=int, default=0, dest="first", help="begin with this stage")
     parser.add_argument("--fast", action="store_true", help="tiny shapes in the measurements")
@@ -234,9 +241,12 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
                     continue
                 for command in stage.commands:
                     hour.carry_out(stage, command, has_gpu=has_gpu, end=end)
-    text = summary(chosen.out / "lines.jsonl", stages)
+    lines = chosen.out / "lines.jsonl"
+    beside, short = gpu_predictions.report(lines, STAGE_OF)
+    (chosen.out / "predictions.md").write_text(beside)
+    text = summary(lines, stages, short)
     (chosen.out / "summary.txt").write_text(text)
-    print(text)
+    print(beside, text, sep="\n")
     return 0
 
 
@@ -349,8 +359,14 @@ def _told(printed: str) -> dict[str, Any]:
     return {"rows": rows[-60:], "last": [line[:240] for line in lines[-_PRINTED_LINES:]]}
 
 
-def summary(lines: Path, stages: Sequence[Stage] = STAGES) -> str:
-    """What the lines say, in fewer than 12,000 characters: the newest line of each command."""
+def summary(lines: Path, stages: Sequence[Stage] = STAGES, beside: Sequence[str] = ()) -> str:
+    """What the lines say, in fewer than 12,000 characters: the newest line of each command.
+
+    Args:
+        lines: File of the lines.
+        stages: Stages with their questions.
+        beside: Lines on predictions, which come last.
+    """
     newest: dict[tuple[int, str], dict[str, Any]] = {}
     for text in lines.read_text().splitlines():
         line = json.loads(text)
@@ -363,7 +379,7 @@ def summary(lines: Path, stages: Sequence[Stage] = STAGES) -> str:
             parts.append(f"\nstage {number}: {questions.get(number, '')}")
             of_stage = (line for (stage, _), line in newest.items() if stage == number)
             parts += [text for line in of_stage for text in _summed_up(line, most_lines)]
-        text = "\n".join(parts)
+        text = "\n".join([*parts, "\npredictions:", *beside] if beside else parts)
         if len(text) < MOST_SUMMARY:
             return text
     return text[: MOST_SUMMARY - 1]

@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn_out
 
 from device_counter import Counted, counting
 from pcomm.gdn_cp.ops import Kernels
@@ -37,7 +36,24 @@ from pcomm.integration.train.optimizers import ParameterKinds, make_optimizer
 from repository import ROOT
 from training_memory import RUNS, Run, section
 
-__all__ = ["PAGE", "layers", "optimizer_step", "page", "release", "steps"]
+__all__ = [
+    "PAGE",
+    "SHAPES",
+    "Asked",
+    "adamw_of",
+    "any_model",
+    "asked",
+    "done",
+    "kernel_bytes_of",
+    "layer_of",
+    "layers",
+    "optimizer_step",
+    "page",
+    "ready",
+    "release",
+    "replayed",
+    "steps",
+]
 
 PAGE = ROOT / "docs" / "gpu-counts.md"
 # Where a tensor is that has no memory, and is not on the host.
@@ -53,8 +69,127 @@ LLAMA_8B: dict[str, Any] = {
     "mlp_width": 14_336,
     "tie_embeddings": False,
 }
+GPT_1B: dict[str, Any] = {"layers": 16, "width": 2048, "heads": 16}
 TOKENS = 16_384
-_CONTEXT, _CHUNK, _PROMPT = 1024, 512, 2048
+
+
+_LIKELIEST = SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
+
+
+class Asked(NamedTuple):
+    """What a step of an engine is asked for."""
+
+    name: str
+    context: int
+    """Tokens of each request that decodes."""
+
+    decodes: int
+    """Number of these."""
+
+    prompt: int = 0
+    """Tokens of a prompt in the step."""
+
+    most: int = 8192
+    """Tokens of a step: of a longer prompt the last chunk is asked for."""
+
+    params: SamplingParams = _LIKELIEST
+
+
+def asked(context: int = 1024, chunk: int = 512, prompt: int = 2048) -> list[Asked]:
+    """The steps of the page."""
+    decode = f"at {context:,} tokens"
+    drawn = SamplingParams(temperature=1.0, max_tokens=99, ignore_eos=True)
+    changed = SamplingParams(
+        temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+        presence_penalty=0.5, logit_bias={7: 1.0}, max_tokens=99, ignore_eos=True,
+    )  # fmt: skip
+    mixed = f"31 requests so, likeliest tokens, and a prompt of {chunk}"
+    last = f"its last {chunk}, after the others"
+    return [
+        Asked(f"1 request, a token {decode}", context, 1),
+        Asked(f"32 requests, a token each {decode}", context, 32),
+        Asked("the same, drawn at temperature 1", context, 32, params=drawn),
+        Asked("the same with filters and penalties", context, 32, params=changed),
+        Asked(mixed, context, 31, prompt=chunk),
+        Asked(f"a prompt of {prompt:,}", context, 0, prompt=prompt),
+        Asked(last, context, 0, prompt=prompt, most=prompt - chunk),
+    ]
+
+
+def any_model(
+    sizes: Mapping[str, Any], vocabulary: int, device: torch.device, dtype: torch.dtype
+) -> LanguageModel:
+    """A model whose weights are what the memory held."""
+    config = validate(Config(model=ModelConfig(**sizes)), 1).model
+    return LanguageModel(config, vocabulary, device=device, dtype=dtype, initialise=False)
+
+
+def ready(step: Asked, model: LanguageModel, vocabulary: int, device: torch.device) -> Engine:
+    """An engine of which the next step is the one that is asked for.
+
+    Of what came before, only the host's part was done: keys and values are what the memory held.
+    """
+    engine = Engine(
+        model,
+        vocabulary=vocabulary,
+        max_model_len=8 * step.context,
+        num_blocks=(step.decodes + 2) * (step.context // 8) + max(step.prompt, 2 * step.context),
+        num_state_slots=1,
+        max_batch_tokens=step.most,
+        max_requests=step.decodes + 1,
+        prefix_cache=False,
+        device=device,
+    )
+    for number in range(step.decodes):
+        engine.add(Request(str(number), (1,) * step.context, step.params))
+    # What a step leaves behind on the host, without the model.
+    logits = partial(_any_logits, vocabulary, device)
+    with mock.patch.object(engine._runner, "run", logits):
+        begun: set[str] = set()
+        while len(begun) < step.decodes:
+            begun |= {output.request_id for output in done(engine)}
+        # To the middle of a block: in the next step no request gets a new one.
+        for _ in range(4 if step.decodes else 0):
+            done(engine)
+        tables = engine._allocator.tables
+        tables.apply(upload(tables.changes(), device))
+        if engine._runner.graphs is not None and not step.prompt:
+            engine._runner.graphs.of(step.decodes)
+        # Frequencies, which the first step computes.
+        model._turns(torch.zeros(1, dtype=torch.int64, device=device))
+        if step.prompt:
+            engine.add(Request("prompt", (1,) * step.prompt, step.params))
+        if step.prompt > step.most:
+            done(engine)
+    return engine
+
+
+def done(engine: Engine) -> list[RequestOutput]:
+    """What a step of an engine returns."""
+    outputs = engine.step()
+    if engine.step_error is not None:
+        raise engine.step_error
+    return outputs
+
+
+def kernel_bytes_of(engine: Engine, params: SamplingParams) -> dict[str, Callable[..., int]]:
+    """Bytes that launches of the next step move, of kernels that do not move all of each tensor."""
+    return {
+        "decode_kernel": partial(_decode_bytes, _lengths(engine)),
+        "turn_kernel": _turn_bytes,
+        "largest_kernel": lambda given, **_: given.logits.nbytes,
+        "draw_kernel": lambda given, **_: given.logits.nbytes + given.mixed.nbytes,
+        # What is listed between two cuts is little.
+        "choose_kernel": lambda given, **_: (
+            given.logits.nbytes * (params.top_k > 0) + 2 * given.scores.nbytes
+        ),
+        "edit_kernel": lambda told, **given: told.nbytes + 12 * given["num_edits"],
+    }
+
+
+def _lengths(engine: Engine) -> list[int]:
+    """Tokens that each request has in memory."""
+    return [live.num_computed for live in engine._scheduler.running]
 
 
 class Step(NamedTuple):
@@ -74,25 +209,20 @@ class Step(NamedTuple):
 
 def steps() -> list[Step]:
     """Steps of an engine with a model in the shape of Llama 3.1 8B in bf16."""
-    decode = f"at {_CONTEXT:,} tokens"
-    drawn = SamplingParams(temperature=1.0, max_tokens=99, ignore_eos=True)
-    changed = SamplingParams(
-        temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
-        presence_penalty=0.5, logit_bias={7: 1.0}, max_tokens=99, ignore_eos=True,
-    )  # fmt: skip
+    from torch.nn.attention.varlen import varlen_attn_out
+
     with (
-        mock.patch.object(runner, "recorder_for", return_value=_Replayed()),
+        replayed(),
         mock.patch.object(on_device, "_attention_of_chunks", return_value=varlen_attn_out),
     ):
-        return [
-            _step(f"1 request, a token {decode}", 1),
-            _step(f"32 requests, a token each {decode}", 32),
-            _step("the same, drawn at temperature 1", 32, params=drawn),
-            _step("the same with filters and penalties", 32, params=changed),
-            _step(f"31 requests so, likeliest tokens, and a prompt of {_CHUNK}", 31, prompt=_CHUNK),
-            _step(f"a prompt of {_PROMPT:,}", 0, prompt=_PROMPT),
-            _step(f"its last {_CHUNK}, after the others", 0, prompt=_PROMPT, most=_PROMPT - _CHUNK),
-        ]
+        return [_step(one) for one in asked()]
+
+
+@contextmanager
+def replayed() -> Iterator[None]:
+    """Engines run a step again where they would replay a graph."""
+    with mock.patch.object(runner, "recorder_for", return_value=_Replayed()):
+        yield
 
 
 class _Replayed:
@@ -108,55 +238,13 @@ class _Replayed:
         return body(), replay
 
 
-_LIKELIEST = SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
-
-
-def _step(
-    name: str,
-    decodes: int,
-    *,
-    prompt: int = 0,
-    most: int = 8192,
-    params: SamplingParams = _LIKELIEST,
-) -> Step:
-    """A step with a prompt, or the last chunk of one, of which a step has so many tokens."""
-    config = validate(Config(model=ModelConfig(**LLAMA_8B)), 1).model
-    model = LanguageModel(config, VOCABULARY, device=GPU, dtype=torch.bfloat16, initialise=False)
-    engine = Engine(
-        model,
-        vocabulary=VOCABULARY,
-        max_model_len=8192,
-        num_blocks=(decodes + 2) * (_CONTEXT // 8) + _PROMPT,
-        num_state_slots=1,
-        max_batch_tokens=most,
-        max_requests=decodes + 1,
-        prefix_cache=False,
-        device=GPU,
-    )
-    for number in range(decodes):
-        engine.add(Request(str(number), (1,) * _CONTEXT, params))
-    # What a step leaves behind on the host, without the model.
-    unused = mock.patch.object(engine._runner, "run", _any_logits)
-    with unused, counting():
-        begun: set[str] = set()
-        while len(begun) < decodes:
-            begun |= {output.request_id for output in _done(engine)}
-        # To the middle of a block: in the next step no request gets a new one.
-        for _ in range(4 if decodes else 0):
-            _done(engine)
-        tables = engine._allocator.tables
-        tables.apply(upload(tables.changes(), GPU))
-        if engine._runner.graphs is not None and not prompt:
-            engine._runner.graphs.of(decodes)
-        # Frequencies, which the first step computes.
-        model._turns(torch.empty(1, dtype=torch.int64, device=GPU))
-    if prompt:
-        engine.add(Request("prompt", (1,) * prompt, params))
-    if prompt > most:
-        with unused, counting():
-            _done(engine)
-    new_tokens = decodes + prompt % most
-    lengths = [live.num_computed for live in engine._scheduler.running]
+def _step(step: Asked) -> Step:
+    model = any_model(LLAMA_8B, VOCABULARY, GPU, torch.bfloat16)
+    with counting():
+        engine = ready(step, model, VOCABULARY, GPU)
+    new_tokens = step.decodes + step.prompt % step.most
+    num_requests = step.decodes + bool(step.prompt)
+    lengths, by_kernel = _lengths(engine), kernel_bytes_of(engine, step.params)
     after_model = attention = 0
 
     def run(*given: Any, run: Any = engine._runner.run) -> Any:
@@ -172,46 +260,30 @@ def _step(
         attention = counted.total - before
         return mixed
 
-    by_kernel: dict[str, Callable[..., int]] = {
-        "decode_kernel": partial(_decode_bytes, lengths),
-        "turn_kernel": _turn_bytes,
-        "largest_kernel": lambda given, **_: given.logits.nbytes,
-        "draw_kernel": lambda given, **_: given.logits.nbytes + given.mixed.nbytes,
-        # What is listed between two cuts is little.
-        "choose_kernel": lambda given, **_: (
-            given.logits.nbytes * (params.top_k > 0) + 2 * given.scores.nbytes
-        ),
-        "edit_kernel": lambda told, **given: told.nbytes + 12 * given["num_edits"],
-    }
     with (
         mock.patch.object(engine._runner, "run", run),
         mock.patch.object(attention_of_models, "paged_attention", attend),
         counting(by_kernel) as counted,
     ):
-        _done(engine)
+        done(engine)
     least = step_bytes(
         KeptBytes.of(model.memory_specs()),
         weights=model.step_weights().most_read(new_tokens),
-        num_requests=decodes + bool(prompt),
+        num_requests=num_requests,
         kept_tokens=sum(lengths),
         new_tokens=new_tokens,
-        num_logits=(decodes + bool(prompt)) * VOCABULARY,
+        num_logits=num_requests * VOCABULARY,
         logits_dtype=torch.bfloat16,
     )
-    return Step(name, counted, attention, counted.total - after_model, least.total)
+    return Step(step.name, counted, attention, counted.total - after_model, least.total)
 
 
-def _any_logits(plan: StepPlan, told: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+def _any_logits(
+    vocabulary: int, device: torch.device, plan: StepPlan, told: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
     rows = len(plan.decodes) + sum(len(chunk.logits_rows()) for chunk in plan.chunks)
-    logits = torch.empty(rows, VOCABULARY, dtype=torch.bfloat16, device=GPU)
-    return logits, upload(told, GPU)
-
-
-def _done(engine: Engine) -> list[RequestOutput]:
-    outputs = engine.step()
-    if engine.step_error is not None:
-        raise engine.step_error
-    return outputs
+    logits = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device=device)
+    return logits, upload(told, device)
 
 
 def _decode_bytes(lengths: Sequence[int], **given: Any) -> int:
@@ -268,23 +340,39 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def layers(names: Iterable[str] = SHAPES) -> list[Layer]:
     """Each kind of mixer, forward and backward, in bf16 on one sequence of 16,384 tokens."""
-    return [_layer(name, *SHAPES[name]) for name in names]
+    return [_layer(name) for name in names]
 
 
-def _layer(name: str, letter: str, shape: Mapping[str, Any]) -> Layer:
-    sizes = {**shape, "layers": 1, "pattern": letter, "mlp_width": "none"}
-    config = validate(Config(model=ModelConfig(**sizes)), 1).model
+def layer_of(
+    name: str, device: torch.device, *, tokens: int = TOKENS, **sizes: int
+) -> tuple[Any, Tensor, Context]:
+    """A mixer of the page, in bf16 with our own kernels where there is a GPU, and its arguments.
+
+    Args:
+        name: Name in `SHAPES`.
+        device: Device of its weights, which are what the memory held.
+        tokens: Tokens of one sequence.
+        sizes: Sizes in place of those of the shape.
+    """
+    letter, shape = SHAPES[name]
+    given = {**shape, **sizes, "layers": 1, "pattern": letter, "mlp_width": "none"}
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = any_model(given, 256, device, dtype)
+    mixer: Any = model.blocks[0].mixer
+    if letter != "A" and device.type != "cpu":
+        # As on CUDA without flash-linear-attention.
+        mixer.kernels = Kernels("triton", "for the count")
+    plan = plan_sequences(model, (0, tokens))
+    # Tensors of offsets, which the layers of a step share.
+    plan.prepare(device)
+    context = Context(plan, model._rotation(plan))
+    x = torch.empty(tokens, given["width"], dtype=dtype, device=device, requires_grad=True)
+    return mixer, x, context
+
+
+def _layer(name: str) -> Layer:
     with _no_autocast():
-        model = LanguageModel(config, 256, device=GPU, dtype=torch.bfloat16, initialise=False)
-        mixer: Any = model.blocks[0].mixer
-        if letter != "A":
-            # As on CUDA without flash-linear-attention.
-            mixer.kernels = Kernels("triton", "for the count")
-        plan = plan_sequences(model, (0, TOKENS))
-        # Tensors of offsets, which the layers of a step share.
-        plan.prepare(GPU)
-        context = Context(plan, model._rotation(plan))
-        x = torch.empty(TOKENS, config.width, dtype=torch.bfloat16, device=GPU, requires_grad=True)
+        mixer, x, context = layer_of(name, GPU)
         with counting() as counted:
             y = mixer(x, context)
             forward = counted.so_far()
@@ -304,16 +392,25 @@ def _no_autocast() -> Iterator[None]:
 
 def optimizer_step() -> tuple[int, Counted]:
     """Parameters of a GPT of 1B, and a step of its optimizer: AdamW, all in fp32."""
-    config = validate(Config(model=ModelConfig(layers=16, width=2048, heads=16)), 1)
     with StepCounter().counting():
-        model = LanguageModel(config.model, VOCABULARY, initialise=False)
-        optimizer = make_optimizer(model.named_parameters(), ParameterKinds.of(model), config.train)
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
+        # Fake tensors of a CPU.
+        optimizer, model = adamw_of(GPT_1B, VOCABULARY, torch.device("cpu"))
         optimizer.step()
         with counting() as counted:
             optimizer.step()
         return model.num_parameters(), counted
+
+
+def adamw_of(
+    sizes: Mapping[str, Any], vocabulary: int, device: torch.device
+) -> tuple[torch.optim.Optimizer, LanguageModel]:
+    """The optimizer of a model in fp32 whose gradients are there, and the model."""
+    config = validate(Config(model=ModelConfig(**sizes)), 1)
+    model = LanguageModel(config.model, vocabulary, device=device, initialise=False)
+    optimizer = make_optimizer(model.named_parameters(), ParameterKinds.of(model), config.train)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    return optimizer, model
 
 
 # -- the page --------------------------------------------------------------------------------
@@ -398,7 +495,7 @@ def page(runs: Iterable[Run] = RUNS) -> str:
     )
     text += _goal("launches to draw tokens", 5, drawn.sampling)
     text += _goal("the same with filters and penalties", 5, changed.sampling)
-    text += _goal(f"attention launches of a layer, prompt of {_PROMPT:,}", 2, prompt.attention)
+    text += _goal("attention launches of a layer, prompt of 2,048", 2, prompt.attention)
     text += _goal("the same beside requests that decode", 3, mixed.attention)
     for layer in trained[:2]:
         kind = layer.name.partition(",")[0]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 # Test support and benchmarks are no part of the wheels.
 sys.path.extend(map(str, Path(__file__).parents[1].glob("packages/*/[tb]e*s")))
@@ -29,7 +31,7 @@ from nvls_support.compiled import CompiledKernel, compile_kernel
 from pcomm.core.kernel_launch import KernelLaunch
 from repository import ROOT
 
-__all__ = ["PAGE", "Kernel", "Row", "kernels", "page", "release", "row"]
+__all__ = ["PAGE", "Kernel", "Row", "kernels", "pack_launches", "page", "release", "row"]
 
 PAGE = ROOT / "docs" / "gpu-kernels.md"
 RANKS = 8
@@ -92,11 +94,15 @@ def _of_nvls(gpu: Gpu) -> list[Kernel]:
 def _of_gdn_cp(gpu: Gpu) -> list[Kernel]:
     with recorded() as launches:
         gpu_counts.layers(list(gpu_counts.SHAPES)[:1])
+    return _most_frequent("gdn-cp", [*launches, *pack_launches(torch.device("meta"))], gpu)
+
+
+def pack_launches(device: torch.device) -> Iterator[KernelLaunch]:
+    """Those that pack and unpack what a layer of Gated DeltaNet exchanges."""
     for case in ("pack", "unpack"):
-        tiles = pack_launch_of(case, RANKS, tokens=gpu_counts.TOKENS // RANKS, device="meta")
-        grid = (tiles.num_programs,)
-        launches.append(KernelLaunch(tiles.kernel, grid, tiles.arguments, tiles.device))
-    return _most_frequent("gdn-cp", launches, gpu)
+        tokens = gpu_counts.TOKENS // RANKS
+        tiles = pack_launch_of(case, RANKS, tokens=tokens, device=str(device))
+        yield KernelLaunch(tiles.kernel, (tiles.num_programs,), tiles.arguments, tiles.device)
 
 
 def _of_inference(gpu: Gpu) -> list[Kernel]:

@@ -367,9 +367,25 @@ def soak(fast: bool) -> Rows:
     yield {"case": "replayed steps wrote the same tokens", "rounds": rounds, "MiB": used}
 
 
+def kernels(fast: bool) -> Rows:
+    """Kernels as docs/gpu-kernels.md predicts them."""
+    import gpu_as_predicted
+
+    yield from gpu_as_predicted.kernels(DEVICE)
+
+
+def counts(fast: bool) -> Rows:
+    """Launches, waits and uploads as docs/gpu-counts.md predicts them."""
+    import gpu_as_predicted
+
+    yield from gpu_as_predicted.counts(DEVICE, fast)
+
+
 MEASUREMENTS: dict[str, Callable[[bool], Rows]] = {
     "copies": copies,
     "layers": layers,
+    "kernels": kernels,
+    "counts": counts,
     "decode": decode,
     "prefill": prefill,
     "transformers": transformers,

@@ -42,7 +42,10 @@ run, and ends with 0:
 python tools/first_gpu_hour.py --out runs/gpu --group A
 ```
 
-The file `runs/gpu/lines.jsonl`, copied to `docs/hardware/NAME.jsonl`, fills the rows.
+The file `runs/gpu/lines.jsonl`, copied to `docs/hardware/NAME.jsonl`, fills the rows. In
+`runs/gpu/predictions.md` each number that is predicted of [kernels](gpu-kernels.md) and of
+[launches](gpu-counts.md) has what was measured of it beside it, or why nothing was; the tool
+`gpu_predictions.py` writes it again from such a file.
 """
 _TESTS = """
 ### Tests that need a GPU

@@ -73,9 +73,12 @@ def test_no_command_stops_the_next_one_and_limits_end_those_that_hang(tmp_path, 
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
     assert lines["noise"]["rows"] == [{"case": "a row"}]
     assert lines["gpu"]["words"] == "python -c print('run')"
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
     text = (tmp_path / "summary.txt").read_text()
-    assert text in capsys.readouterr().out
+    beside = (tmp_path / "predictions.md").read_text()
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"{beside}\n{text}\n")
+    assert "0 of " in text.splitlines()[-1]
     for stage in BAD:
         assert stage.question in text
 
@@ -139,6 +142,9 @@ def test_without_a_gpu_it_says_what_it_would_run(options, tmp_path):
         for word in one.words:
             assert not re.match(r"(tools|packages|integration)/", word) or (ROOT / word).exists()
     assert len((tmp_path / "summary.txt").read_text()) < 12_000
+    beside = (tmp_path / "predictions.md").read_text()
+    assert beside.count("`kernels` of stage 5: needs a GPU") > 70
+    assert beside.count("`counts` of stage 5: needs a GPU") == 7 + 3 + 1
 
 
 def test_the_sizes_that_it_trains_are_those_of_a_configuration():
