@@ -17,8 +17,8 @@ What torch's sources say (`ProcessGroupNCCL.hpp` of 2.13, and its `.cpp`), and w
 - After it the watchdog of a group only looks whether what was queued has ended, which it has.
 - Before it, the watchdog ends the process where the environment says so: see `outlive_failures`.
 - `torch.distributed.shrink_group` would keep the communicators of the ranks that are left. It is
-  not used: those ranks get other degrees, so most groups change their members in other ways, and
-  whether it returns after a rank has died can only be seen on several GPUs.
+  not used (`docs/decisions/0031-new-communicators-after-a-failure.md`): most groups change their
+  members in other ways, it needs a communicator that was not aborted, and may not return.
 
 None of this has run on hardware yet: `tests/gpu/test_abandon_on_nccl.py`.
 """
