@@ -370,6 +370,9 @@ def test_a_weight_that_the_embedding_keeps_and_one_that_two_layers_share() -> No
     both = nn.ModuleList([first, second]).bfloat16()
     assert pack_weights(both) == ("0", "1")
     assert first.weight_product is second.weight_product
+    # One parameter, without memory.
+    assert first.weight is second.weight
+    assert first.weight.is_meta
 
 
 @torch.inference_mode()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from inference_support.transformers_families import (
 )
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference import Request, SamplingParams
+from pcomm.inference.layers import pack_weights, quantize_int8
 from pcomm.inference.transformers import TransformersModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -270,3 +273,54 @@ def test_the_package_does_not_import_transformers() -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+on_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="the form was compared on x86 alone"
+)
+REPLACED: list[Any] = [
+    pytest.param(partial(pack_weights, batch_invariant=True), "PackedWeight", marks=on_x86),
+    (quantize_int8, "Int8Weight"),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("replace", "form"), REPLACED)
+def test_weights_are_replaced_behind_the_adapter_and_not_before(
+    replace: Callable[[nn.Module], tuple[str, ...]], form: str, tied: bool
+) -> None:
+    model, prompts = tiny_family("llama", tie_word_embeddings=tied), prompts_for([3, 20])
+    before = copy.deepcopy(model)
+    adapter = TransformersModel(model)
+    names = replace(model)
+    assert len(names) == 2 * 7 + 1
+    # Of its own forward with the same products.
+    assert difference(model, prompts, write(engine_for(adapter), prompts)) is None
+    # As of one layer alone, whose parameter is the embedding's where it is tied.
+    (head,) = replace(before, only=("lm_head",))
+    for refused, number, name in ((before, 1, head), (model, len(names), names[0])):
+        with pytest.raises(ConfigError) as caught:
+            TransformersModel(refused)
+        told = str(caught.value)
+        assert f"{number} layers without the weights" in told
+        assert f"the first of them '{name}' with a {form}" in told
+        assert "Make the TransformersModel first" in told
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("replace", "form"), REPLACED)
+def test_a_model_has_as_many_parameters_with_other_forms_of_weights(
+    replace: Callable[[nn.Module], tuple[str, ...]], form: str, tied: bool
+) -> None:
+    """As transformers counts them, of a head that is the embedding and of one that is not."""
+    model = tiny_family("llama", tie_word_embeddings=tied)
+    embedding, count = model.get_input_embeddings().weight, model.num_parameters()
+    replace(model)
+    assert model.num_parameters() == count
+    assert (model.lm_head.weight is embedding) == tied
+    assert type(model.lm_head.weight_product).__name__ == form
+    # The embedding's memory is there, and no other weight's.
+    left = [name for name, one in model.named_parameters() if one.dim() > 1 and not one.is_meta]
+    assert left == ["model.embed_tokens.weight"]
+    with pytest.raises(UnsupportedError, match="state_dict"):
+        model.lm_head.state_dict()

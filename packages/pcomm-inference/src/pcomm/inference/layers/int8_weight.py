@@ -70,7 +70,7 @@ def quantize_int8(
             "and each of them once.",
             fix="Pass a model with such layers, and leave some of them out of skip.",
         )
-    return replace_weights(layers, Int8Weight)
+    return replace_weights(model, layers, Int8Weight)
 
 
 class Int8Weight:

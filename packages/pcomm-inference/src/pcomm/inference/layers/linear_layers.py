@@ -85,23 +85,29 @@ def _check_skip(model: nn.Module, skip: Collection[str]) -> None:
 
 
 def replace_weights(
-    layers: dict[tuple[str, ...], nn.Module], make: Callable[[Tensor], WeightProduct | None]
+    model: nn.Module,
+    layers: dict[tuple[str, ...], nn.Module],
+    make: Callable[[Tensor], WeightProduct | None],
 ) -> tuple[str, ...]:
     """Replace the weights of layers, one after another. Local.
 
     No more than one weight is there in two forms, except where another module keeps it, as the
-    embedding does of a tied one. Layers that share one weight share what is made of it. A layer
-    stays the module that it is, with its hooks and its bias.
+    embedding does of a tied one: that stays the parameter of the layer, which computes without it.
+    Layers that share one weight share what is made of it, and the parameter in its place. So the
+    model has as many parameters as before. A layer stays the module that it is, with its hooks and
+    its bias.
 
     Args:
+        model: Model that holds them.
         layers: Layers from `linear_layers`, changed in place.
         make: Function of a weight `[O, I]`; None leaves the layer as it is.
 
     Returns:
         Names of the layers that were changed.
     """
-    shared = _weights_of_several(layers.values())
+    shared, tied = _weights_of_several(layers.values()), _weights_of_others(model)
     made: dict[int, WeightProduct | None] = {}
+    in_place: dict[int, nn.Parameter] = {}
     # A weight whose product others wait for is kept, so that no other tensor can get its id.
     kept: list[Tensor] = []
     changed: list[tuple[str, ...]] = []
@@ -117,6 +123,12 @@ def replace_weights(
         if product is not None:
             _replace(layer, product)
             changed.append(names)
+            without_memory = layer.weight
+            assert isinstance(without_memory, nn.Parameter)
+            if key in tied:
+                layer.weight = tied[key]
+            elif key in shared:
+                layer.weight = in_place.setdefault(key, without_memory)
     return tuple(chain.from_iterable(changed))
 
 
@@ -126,6 +138,16 @@ def _weights_of_several(layers: Iterable[nn.Module]) -> set[int]:
     for layer in layers:
         (shared if id(layer.weight) in seen else seen).add(id(layer.weight))
     return shared
+
+
+def _weights_of_others(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The parameters by id that a module keeps whose weight is not replaced, as an embedding's."""
+    return {
+        id(one): one
+        for module in model.modules()
+        if not _has_own_weight(module) and "weight_product" not in module.__dict__
+        for one in module.parameters(recurse=False)
+    }
 
 
 class _ReplacedLinear(nn.Linear):

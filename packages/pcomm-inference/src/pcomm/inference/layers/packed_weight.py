@@ -254,7 +254,7 @@ def pack_weights(
     For inference on a CPU, where it makes a step with few rows about twice as fast. Weights in
     bf16 and fp32 that are large enough to gain are packed; others, and everything on a processor
     or a build of torch without oneDNN, stay as they are. A weight that is packed and shared with
-    the embedding is there twice afterwards, and no longer follows that.
+    the embedding is there twice afterwards, and no longer follows that; it stays one parameter.
 
     Args:
         model: Model of `nn.Linear` or tensor-parallel layers, changed in place. Its layers refuse
@@ -274,7 +274,7 @@ def pack_weights(
             CPU, or the processor is not x86.
     """
     make = invariant_weight if batch_invariant else partial(packed_weight, most_rows=most_rows)
-    return replace_weights(linear_layers(model, only=only), make)
+    return replace_weights(model, linear_layers(model, only=only), make)
 
 
 def check_batch_invariant(model: object) -> None:

@@ -54,7 +54,8 @@ class TransformersModel:
 
     Args:
         model: A causal language model on one device, whose attention goes through transformers'
-            `AttentionInterface`. It is put in evaluation mode.
+            `AttentionInterface`. It is put in evaluation mode. Weights can be packed or quantised
+            once the adapter is made, not before.
         check: False to skip the comparison with the model's own forward. Recurrent layers take
             chunks of a prompt token by token then, behind the first one.
 
@@ -67,9 +68,10 @@ class TransformersModel:
 
     Raises:
         UnsupportedError: transformers is not installed.
-        ConfigError: This is no causal language model of transformers, a layer keeps or asks for
-            what the engine does not have, or the logits of the engine's way are not those of the
-            model's own forward. The model is as it was then.
+        ConfigError: This is no causal language model of transformers, weights of it were packed or
+            quantised before, a layer keeps or asks for what the engine does not have, or the logits
+            of the engine's way are not those of the model's own forward. The model is as it was
+            then.
 
     Source:
         `AttentionInterface`, `AttentionMaskInterface` and `Cache` of transformers 5.23.
@@ -292,6 +294,18 @@ def _check_kind(model: nn.Module) -> None:
     if model.config.is_encoder_decoder:
         raise _refused(
             model, "an encoder and a decoder", "The engine continues one text, with no source."
+        )
+    replaced = [name for name, one in model.named_modules() if "weight_product" in one.__dict__]
+    if replaced:
+        product = model.get_submodule(replaced[0]).__dict__["weight_product"]
+        raise ConfigError(
+            f"TransformersModel({type(model).__name__})",
+            found=f"{len(replaced)} layers without the weights that they had, the first of them "
+            f"{replaced[0]!r} with a {type(product).__name__}",
+            why="Its forward pass is compared with the one that transformers computes, when the "
+            "adapter is made, and for that it needs the weights as they were loaded.",
+            fix="Make the TransformersModel first, and call pack_weights(model) or "
+            "quantize_int8(model) of pcomm.inference.layers then.",
         )
     devices = {str(x.device) for x in model.parameters()}
     if len(devices) != 1 or "meta" in devices:
