@@ -213,7 +213,7 @@ def steps() -> list[Step]:
 
     with (
         replayed(),
-        mock.patch.object(on_device, "_attention_of_chunks", return_value=varlen_attn_out),
+        mock.patch.object(on_device, "varlen_call", return_value=varlen_attn_out),
     ):
         return [_step(one) for one in asked()]
 

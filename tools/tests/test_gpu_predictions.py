@@ -282,7 +282,7 @@ def test_each_kernel_of_the_page_is_launched_with_as_many_blocks():
     from pcomm.inference.attention import on_device
 
     meta = torch.device("meta")
-    chunks = mock.patch.object(on_device, "_attention_of_chunks", return_value=varlen_attn_out)
+    chunks = mock.patch.object(on_device, "varlen_call", return_value=varlen_attn_out)
     # Weights need not be filled.
     filled = mock.patch("gpu_as_predicted._fill")
     with chunks, filled, gpu_counts._no_autocast(), counting():

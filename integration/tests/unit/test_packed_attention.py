@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import pcomm.inference.layers.flash_attention as flash_attention
 from pcomm.core.testing import assert_close
-from pcomm.integration.models import attention
 from pcomm.integration.models.attention import packed_attention
 
 # One sequence is empty, two neighbours are as long.
@@ -61,7 +60,7 @@ def test_a_pack_of_several_lengths_is_one_call_with_the_values_of_many(
     exact_gradients = torch.autograd.grad(exact, inputs, upstream.double())
     kernel = Kernel()
     for found in (None, kernel):
-        monkeypatch.setattr(attention, "_attention_of_packs", lambda _, found=found: found)
+        monkeypatch.setattr(flash_attention, "_found", lambda name, _, found=found: found)
         mixed = packed_attention(*inputs, OFFSETS)
         gradients = torch.autograd.grad(mixed, inputs, upstream.to(dtype))
         # Rounded when it is stored, and within torch's own attention once for each factor.
@@ -96,7 +95,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = Kernel()
-    monkeypatch.setattr(attention, "_attention_of_packs", lambda _: kernel)
+    monkeypatch.setattr(flash_attention, "_found", lambda name, _: kernel)
     inputs = [x.detach()[: offsets[-1]] for x in example(dtype, width)]
     mixed = packed_attention(*inputs, offsets)
     assert mixed.shape == inputs[0].shape
@@ -105,7 +104,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_lengths(
 
 def test_autocast_lowers_what_the_kernel_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
-    monkeypatch.setattr(attention, "_attention_of_packs", lambda _: kernel)
+    monkeypatch.setattr(flash_attention, "_found", lambda name, _: kernel)
     q, k, v = example(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = packed_attention(q, k, v.bfloat16(), OFFSETS)
@@ -127,34 +126,10 @@ class Launches(TorchDispatchMode):
 def test_torchs_own_is_one_operation_forward_and_one_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "_attention_of_packs", lambda _: varlen.varlen_attn)
+    monkeypatch.setattr(flash_attention, "_found", lambda name, _: varlen.varlen_attn)
     inputs = [x.detach().to("meta").requires_grad_() for x in example(torch.bfloat16)]
     with Launches() as seen, torch.autograd.set_multithreading_enabled(False):
         mixed = packed_attention(*inputs, OFFSETS)
         gradients = torch.autograd.grad(mixed, inputs, torch.empty_like(mixed))
     assert seen.names == ["_varlen_attn", "_varlen_attn_backward"]
     assert [g.shape for g in gradients] == [x.shape for x in inputs]
-
-
-def two_heads(query: Any, key: Any, value: Any, cu_seq_q: Any, is_causal: bool = False) -> None:
-    """As torch 2.10 had it."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "capability", "torchs", "is_there"),
-    [
-        ("cuda", (8, 0), varlen.varlen_attn, True),
-        ("cuda", (7, 5), varlen.varlen_attn, False),
-        ("cuda", (9, 0), two_heads, False),
-        ("cpu", (9, 0), varlen.varlen_attn, False),
-    ],
-)
-def test_where_one_call_is_there(
-    kind: str, capability: tuple[int, int], torchs: Any, is_there: bool
-) -> None:
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-        mock.patch.object(varlen, "varlen_attn", torchs),
-    ):
-        found = attention._attention_of_packs(torch.device(kind))
-    assert (found is torchs) if is_there else (found is None)

@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from inspect import signature
 from itertools import pairwise
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import pcomm.inference.layers.flash_attention as flash_attention
 from inference_support.kernels import interpreted_kernels
 from inference_support.paged_tokens import Pool, Tokens
 from inference_support.score_cases import CASES, G, H, assert_right, made
-from pcomm.inference.attention import on_device
 from pcomm.inference.attention.on_device import attend_on_device
 from pcomm.inference.attention.scores import Softmax
 from pcomm.inference.model import KVMemory, StepBatch
@@ -76,7 +75,7 @@ class Dense:
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dense]:
     stand_in = Dense()
-    monkeypatch.setattr(on_device, "_attention_of_chunks", lambda device: stand_in)
+    monkeypatch.setattr(flash_attention, "_found", lambda name, device: stand_in)
     with interpreted_kernels():
         yield stand_in
 
@@ -151,7 +150,7 @@ def test_no_number_of_a_tensor_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     for one in requests:
         pool.step([(one, 10)])
     batch = pool.batch([(requests[0], 10), (requests[1], 40)])
-    monkeypatch.setattr(on_device, "_attention_of_chunks", lambda device: lambda *a, **named: None)
+    monkeypatch.setattr(flash_attention, "_found", lambda name, device: lambda *a, **named: None)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fields = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
@@ -168,17 +167,12 @@ def test_no_number_of_a_tensor_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_torch_has_the_call_that_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For GPUs since Ampere; its arguments are those that are given."""
+    """Its arguments are those that are given."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     if not hasattr(varlen, "varlen_attn_out"):
         pytest.skip("this torch has none that writes to a given place")
-    find, gpu = on_device._attention_of_chunks.__wrapped__, torch.device("cuda")
-    assert find(torch.device("cpu")) is None
-    for capability, found in (((7, 5), None), ((8, 0), varlen.varlen_attn_out)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
-        assert find(gpu) is found
     # All are taken, down to the operation that CPUs do not have.
-    monkeypatch.setattr(on_device, "_attention_of_chunks", lambda device: varlen.varlen_attn_out)
+    monkeypatch.setattr(flash_attention, "_found", lambda name, device: varlen.varlen_attn_out)
     one, pool = Tokens(9, (H, G), BF16, 0), Pool((H, G), BF16, 16)
     with torch.inference_mode(), pytest.raises(NotImplementedError, match="_flash_attention_forw"):
         pool.step_on_device([(one, 9)])

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from pcomm.core import Layout
 from pcomm.gdn_cp import AttentionSpec, PackOffsets
 from pcomm.gdn_cp.ops import graph_break
 from pcomm.inference import HeadTurn, KVMemory, KVSpec, paged_attention
-from pcomm.inference.layers import ResidualStream
+from pcomm.inference.layers import ResidualStream, varlen_call
 from pcomm.integration.models.forward_context import Context, StepContext
 from pcomm.integration.models.layers import LayerBuilder, RMSNorm, rotate
 
@@ -165,19 +163,19 @@ def packed_attention(
         return q_THK
     if len(runs) == 1:
         return _equal_sequences(q_THK, k_TGK, v_TGK, runs[0][0])
-    if (attend := _attention_of_packs(q_THK.device)) is not None:
-        dtype = _lowered(q_THK)
-        if dtype in _FLASH and q_THK.shape[-1] in _FLASH_WIDTHS:
-            longest = max(length for _, length in runs)
-            places = PackOffsets.of(cu_seqlens).derived(_places, q_THK.device)
-            mixed_THK: Tensor = attend(
-                *(x.to(dtype) for x in (q_THK, k_TGK, v_TGK)),
-                *(places, places),
-                *(longest, longest),
-                window_size=(-1, 0),
-                enable_gqa=q_THK.shape[1] != k_TGK.shape[1],
-            )
-            return mixed_THK
+    dtype = _lowered(q_THK)
+    attend = varlen_call("varlen_attn", q_THK.device, dtype, q_THK.shape[-1])
+    if attend is not None:
+        longest = max(length for _, length in runs)
+        places = PackOffsets.of(cu_seqlens).derived(_places, q_THK.device)
+        mixed_THK: Tensor = attend(
+            *(x.to(dtype) for x in (q_THK, k_TGK, v_TGK)),
+            *(places, places),
+            *(longest, longest),
+            window_size=(-1, 0),
+            enable_gqa=q_THK.shape[1] != k_TGK.shape[1],
+        )
+        return mixed_THK
     lengths = [count * length for count, length in runs]
     queries, keys, values = (x.split(lengths) for x in (q_THK, k_TGK, v_TGK))
     return torch.cat(
@@ -186,25 +184,6 @@ def packed_attention(
             for q, k, v, (count, _) in zip(queries, keys, values, runs, strict=True)
         ]
     )
-
-
-# What torch's kernel takes: formats, and widths of a head.
-_FLASH = frozenset((torch.bfloat16, torch.float16))
-_FLASH_WIDTHS = range(8, 257, 8)
-
-
-def _attention_of_packs(device: torch.device) -> Callable[..., Any] | None:
-    """Torch's attention of a pack in one call; None where device or torch do not have it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    # Torch 2.10 has one that says in another way what is causal, and takes as many key heads as
-    # query heads.
-    known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if "window_size" in known and "enable_gqa" in known else None
 
 
 def _lowered(x: Tensor) -> torch.dtype:

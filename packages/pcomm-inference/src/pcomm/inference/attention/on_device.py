@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch.nn import functional as F
 
 from pcomm.inference.attention.scores import PLAIN, Softmax, attend_rows
 from pcomm.inference.attention.turn import HeadTurn
+from pcomm.inference.layers.flash_attention import varlen_call
 from pcomm.inference.layers.residual_stream import has_triton
 from pcomm.inference.model import KVMemory, StepBatch
 
@@ -31,8 +30,6 @@ __all__ = ["attend_on_device", "decode_by_copies", "write_new"]
 # Bytes of the scores of one call, in fp32, where torch's attention cannot be given what changes
 # them.
 _SCORE_BYTES = 64 << 20
-# Widest head of flash attention.
-_MOST_FLASH_WIDTH = 256
 
 
 def attend_on_device(
@@ -57,9 +54,7 @@ def attend_on_device(
     if turn is not None and not _has_kernels(q_THK, memory):
         (q_THK, k_TGK), turn = turn.of(q_THK, k_TGK), None
     out_THV = None
-    attend = _attention_of_chunks(q_THK.device) if num_decodes < num_tokens else None
-    if attend is not None and not _is_for_one_call(q_THK, memory, softmax):
-        attend = None
+    attend = _call_of_chunks(q_THK, memory, softmax) if num_decodes < num_tokens else None
     if num_decodes or batch.num_requests > 1 or attend is not None:
         out_THV = q_THK.new_empty(num_tokens, q_THK.shape[1], memory.values.shape[3])
     if num_decodes:
@@ -204,26 +199,12 @@ def decode_by_copies(
     return mixed_NGRV.reshape(*q_NHK.shape[:2], -1).contiguous()
 
 
-@cache
-def _attention_of_chunks(device: torch.device) -> Callable[..., Any] | None:
-    """Torch's attention of sequences of any lengths, written to a given place; None without it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    try:
-        from torch.nn.attention.varlen import varlen_attn_out
-    except ImportError:
-        # Older releases have one that makes the place itself.
-        return None
-    known = signature(varlen_attn_out).parameters
-    return varlen_attn_out if "window_size" in known and "enable_gqa" in known else None
-
-
-def _is_for_one_call(q_THK: Tensor, memory: KVMemory, softmax: Softmax) -> bool:
-    """Whether flash attention, by which torch computes it, takes such heads and scores."""
+def _call_of_chunks(q_THK: Tensor, memory: KVMemory, softmax: Softmax) -> Callable[..., Any] | None:
+    """Torch's attention of all chunks at once, written to a given place; None where it has none."""
     width = q_THK.shape[2]
-    is_short = q_THK.dtype in (torch.float16, torch.bfloat16)
-    fits = width % 8 == 0 and width <= _MOST_FLASH_WIDTH and memory.values.shape[3] == width
-    return softmax.is_plain and is_short and fits
+    if not softmax.is_plain or memory.values.shape[3] != width:
+        return None
+    return varlen_call("varlen_attn_out", q_THK.device, q_THK.dtype, width)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Linear layers of a model that decodes: their weights in the form that the processor reads."""
+"""Layers of a model that decodes: weights in the form that the processor reads, and attention."""
 
 from pcomm.core.face import face
 

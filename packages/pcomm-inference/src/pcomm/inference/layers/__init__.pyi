@@ -1,3 +1,4 @@
+from pcomm.inference.layers.flash_attention import varlen_call as varlen_call
 from pcomm.inference.layers.int8_weight import Int8Weight as Int8Weight
 from pcomm.inference.layers.int8_weight import quantize_int8 as quantize_int8
 from pcomm.inference.layers.norm import Norm as Norm
