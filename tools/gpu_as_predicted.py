@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import gpu_counts
 from bandwidth_model import GPUS, Gpu
 from device_counter import bytes_of_launch
-from gpu_predictions import OPTIMIZER
+from gpu_predictions import OPTIMIZER, predictions
 from pcomm.core.kernel_launch import KernelLaunch
 
 __all__ = ["MAKERS", "Launched", "counts", "fitting", "kernels", "loaded", "seen_in"]
@@ -59,22 +59,45 @@ def kernels(device: torch.device) -> Rows:
     import gpu_kernels
 
     times, errors = _times(device, partial(do_bench, return_mode="median"))
-    for kernel in gpu_kernels.kernels(gpu):
-        row: dict[str, Any] = {"gpu": gpu.name, "case": kernel.name}
+    for package, names in _names_by_package(gpu).items():
         try:
-            row |= loaded(kernel, device)
-            if not kernel.over_link:
-                made = times.get((kernel.name, kernel.num_blocks))
-                if made is None:
-                    why = "; ".join(errors) or f"no launch had {kernel.num_blocks} blocks"
-                    raise LookupError(why)
-                moved, ms = made
-                share = 100 * moved / (ms / 1e3) / gpu.bytes_per_s
-                row |= {"us": round(1e3 * ms, 2), "MB": round(moved / 1e6, 2)}
-                row["share %"] = round(share, 1)
+            found = gpu_kernels.kernels(gpu, [package])
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
-        yield row
+            # An older torch or Triton, on which the launches of the page cannot be recorded.
+            told = f"{type(error).__name__}: {error}"[:300]
+            yield from ({"gpu": gpu.name, "case": name, "error": told} for name in names)
+            continue
+        for kernel in found:
+            yield _row(kernel, gpu, device, times, errors)
+
+
+def _names_by_package(gpu: Gpu) -> dict[str, list[str]]:
+    """The kernels of the page."""
+    found: dict[str, dict[str, None]] = {}
+    for one in predictions():
+        if one.device == gpu.name:
+            found.setdefault(one.package, {})[one.case] = None
+    return {package: list(names) for package, names in found.items()}
+
+
+def _row(
+    kernel: Any, gpu: Gpu, device: torch.device, times: Mapping[Any, Any], errors: Sequence[str]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"gpu": gpu.name, "case": kernel.name}
+    try:
+        row |= loaded(kernel, device)
+        if not kernel.over_link:
+            made = times.get((kernel.name, kernel.num_blocks))
+            if made is None:
+                why = "; ".join(errors) or f"no launch had {kernel.num_blocks} blocks"
+                raise LookupError(why)
+            moved, ms = made
+            share = 100 * moved / (ms / 1e3) / gpu.bytes_per_s
+            row |= {"us": round(1e3 * ms, 2), "MB": round(moved / 1e6, 2)}
+            row["share %"] = round(share, 1)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:300]
+    return row
 
 
 def _gpu_of(device: torch.device) -> Gpu | None:

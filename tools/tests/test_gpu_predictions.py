@@ -332,7 +332,7 @@ def test_what_the_driver_says_of_a_kernel_is_asked_of_the_code_that_was_loaded(m
 
 
 def test_a_share_is_of_the_bytes_that_a_launch_moves_in_its_time(monkeypatch):
-    """Of three kernels one is timed, one moves bytes between GPUs, and one was never launched."""
+    """One is timed, one moves bytes between GPUs, one was never launched, others not recorded."""
     pytest.importorskip("triton", reason="triton has wheels for Linux only")
     import gpu_as_predicted
     import gpu_kernels
@@ -351,14 +351,21 @@ def test_a_share_is_of_the_bytes_that_a_launch_moves_in_its_time(monkeypatch):
         yield made("other_kernel", (6,))
         raise RuntimeError("no room")
 
-    page = [kernel("gdn-cp", "sum_kernel"), kernel("nvls", "far_kernel"), kernel("inference", "no")]
+    page = [kernel("gdn-cp", "sum_kernel"), kernel("nvls", "far_kernel"), kernel("gdn-cp", "no")]
     monkeypatch.setattr(gpu_as_predicted, "_gpu_of", lambda device: GPUS[0])
     monkeypatch.setattr(gpu_as_predicted, "loaded", lambda kernel, device: {"registers": 40})
-    monkeypatch.setattr(gpu_kernels, "kernels", lambda gpu: page)
+
+    def of_page(gpu: Any, packages: list[str]) -> list[gpu_kernels.Kernel]:
+        found = [one for one in page if one.package in packages]
+        if packages == ["inference"]:
+            raise ImportError("an older torch")
+        return found
+
+    monkeypatch.setattr(gpu_kernels, "kernels", of_page)
     makers = [lambda device: iter([made("sum_kernel", (3, 2)), made("sum_kernel", (6, 2))]), fails]
     monkeypatch.setattr(gpu_as_predicted, "MAKERS", makers)
     monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: 0.04)
-    timed, far, missing = gpu_as_predicted.kernels(torch.device("cpu"))
+    far, timed, missing, *others = gpu_as_predicted.kernels(torch.device("cpu"))
     # 67 MB in 40 us are half of 3.35 TB/s.
     assert timed == {
         "gpu": H100, "case": "sum_kernel", "registers": 40, "us": 40.0, "MB": 67.0, "share %": 50.0,
@@ -366,3 +373,8 @@ def test_a_share_is_of_the_bytes_that_a_launch_moves_in_its_time(monkeypatch):
     assert far == {"gpu": H100, "case": "far_kernel", "registers": 40}
     assert missing["registers"] == 40
     assert missing["error"] == "LookupError: fails: RuntimeError: no room"
+    asked = [one for one in predictions() if one.device == H100 and one.package == "inference"]
+    assert {row["case"] for row in others} == {one.case for one in asked}
+    assert {row["error"] for row in others} == {"ImportError: an older torch"}
+    joined = join(asked, [line("kernels", *others)], STAGE_OF)
+    assert {one.reason for one in joined} == {"`kernels` of stage 5: ImportError: an older torch"}
