@@ -34,7 +34,7 @@ _OVER_LINK = "no stage moves bytes between 8 GPUs"
 _NO_BYTES = "no stage reads counters of memory, for which it would need Nsight Compute"
 # Quantities that no stage measures.
 _NEVER = {
-    "attention launches": "a replayed graph does not say which layer a launch is of",
+    "attention launches": "no stage counts within a layer, and a replayed graph has no layers",
     "peak GB": "no stage trains a model of this shape",
     "GB": _NO_BYTES,
     "GB forward": _NO_BYTES,
