@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core_support.kernel_launches import recorded
 from gdn_cp_bench.slow_decay import (
     delta_inputs,
     gradients,
@@ -25,7 +26,8 @@ from gdn_cp_bench.slow_decay import (
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.gdn_cp.ops import backend
 from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
-from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule import DeltaChunks, chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd import SsdChunks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPERATIONS = {"gated_delta_rule": "chunk_gated_delta_rule", "simple_gla": "chunk_simple_gla"}
@@ -258,3 +260,16 @@ def test_what_does_not_fit_is_refused_before_its_kernels_run(
 def test_keys_of_256_numbers_are_short_enough(fla: list[str]) -> None:
     gated_delta_rule(q_TGK=torch.zeros(8, 2, 256), k_TGK=torch.zeros(8, 2, 256))
     assert fla == ["gated_delta_rule"]
+
+
+@pytest.mark.parametrize(("key_dim", "is_torch"), [(256, False), (257, True)])
+def test_longer_keys_than_kernels_carry_are_computed_by_torch(key_dim: int, is_torch: bool) -> None:
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    kernels, cu = Kernels("triton", "for the test"), (0, 8)
+    _, k, v, g, beta, _ = delta_inputs((8,), dtype=torch.float32)
+    x, dt, a_log, b, _, _, bias, _ = ssd_inputs((8,), dtype=torch.float32)
+    k, b = (one.new_zeros(*one.shape[:2], key_dim) for one in (k, b))
+    with recorded():
+        delta = kernels.delta_chunks(k, v, g, beta, cu_seqlens=cu)
+        space = kernels.ssd_chunks(x, dt, a_log, b, dt_bias_H=bias, cu_seqlens=cu)
+    assert [isinstance(delta, DeltaChunks), isinstance(space, SsdChunks)] == [is_torch] * 2

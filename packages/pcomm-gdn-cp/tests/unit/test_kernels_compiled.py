@@ -24,12 +24,14 @@ TOKENS = 256
 TABLES = chunk_tables((0, TOKENS), torch.device("cpu"))
 # Shared memory of a block, in bytes, which both have.
 MOST_SHARED = 227 << 10
+# Columns of Blackwell's tensor memory. Of a kernel that needs more nothing is compiled.
+MOST_TENSOR_MEMORY = 512
 # Bytes that a thread keeps in memory for want of registers, in products as exact as fp32, and how
 # many more the compilers of other versions of Triton may keep: with 3.8 it is up to 40.
 MOST_SPILLED = {
     "scan_kernel": 128,
     "back_through_scan_kernel": 384,
-    "collect_kernel": 832,
+    "collect_kernel": 720,
 }
 MORE_SPILLED = 0 if version("triton").startswith("3.7.") else 64
 
@@ -81,6 +83,7 @@ def check(launch: KernelLaunch, capability: int, *, spills: bool = True) -> None
     assert f".target sm_{capability}" in ptx
     assert not re.search(r"\b(?:atom|red)\.", ptx), name
     assert kernel.metadata.shared <= MOST_SHARED, name
+    assert kernel.metadata.tmem_size <= MOST_TENSOR_MEMORY, name
     # A compiler that finds a kernel without meaning leaves nothing of it.
     assert re.search(r"\bst\.global", ptx), name
     if uses_products(launch):
@@ -113,8 +116,7 @@ def test_gated_delta_rule_of_qwen3_next_on_hopper(place: int) -> None:
     check(launch, 90)
 
 
-# The scans, and what collects, which has twice been too much for the compiler.
-@pytest.mark.parametrize("place", in_turn(7, 0, 2, 3, 5, 6))
+@pytest.mark.parametrize("place", in_turn(7, 0, 2, 3))
 def test_recurrences_on_blackwell_with_products_in_tf32(place: int) -> None:
     before = torch.get_float32_matmul_precision()
     try:
@@ -132,7 +134,13 @@ def test_what_is_around_the_recurrences(place: int, capability: int) -> None:
     check(layer_launches()[place], capability)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("place", range(8))
+# What collects needs most of the tensor memory, and has been too much for the compiler three times.
+@pytest.mark.parametrize("place", in_turn(8, 5, 6))
 def test_gated_delta_rule_of_qwen3_next_on_blackwell(place: int) -> None:
     check(recurrence_launches(128)[place], 100, spills=False)
+
+
+@pytest.mark.parametrize("place", in_turn(7, 4))
+@pytest.mark.parametrize("is_corrected", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_the_widest_key_heads_on_blackwell(place: int, is_corrected: bool) -> None:
+    check(recurrence_launches(256, is_corrected=is_corrected)[place], 100, spills=False)

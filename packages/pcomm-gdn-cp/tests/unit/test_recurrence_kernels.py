@@ -135,10 +135,12 @@ def test_packs_with_documents_of_all_lengths(core: Any, lengths: tuple[int, ...]
     compare(core, core.inputs(lengths, 6, 5, dtype=torch.float32), offsets(lengths))
 
 
-# Both sides of: the least width of a product, rows at a time, columns of a scan and of a read.
-WIDTHS = [(Delta, 16, 33), (Space, 17, 16), (Space, 64, 65), (Delta, 65, 32)]
+# Both sides of: the least width of a product, rows at a time, columns of a scan and of a read, and
+# rows from which a scan has fewer.
+WIDTHS = [(Delta, 16, 33), (Space, 17, 16), (Space, 64, 65), (Delta, 65, 32), (Delta, 129, 17)]
 OTHER_WIDTHS = [(core, *widths) for core, widths in (
-    (Space, (16, 33)), (Delta, (17, 16)), (Delta, (64, 65)), (Space, (65, 32))
+    (Space, (16, 33)), (Delta, (17, 16)), (Delta, (64, 65)), (Space, (65, 32)),
+    (Space, (129, 17)), (Space, (128, 33)),
 )]  # fmt: skip
 
 

@@ -49,8 +49,9 @@ __all__ = [
 ]
 
 
-# The kernels of fla carry the state of the delta rule in so many blocks of 64 rows.
-_MOST_DELTA_KEY_DIM = 256
+# Kernels carry a state in so many blocks of 64 rows: those of fla for the delta rule, and ours, of
+# which more would not fit in Blackwell's tensor memory.
+_MOST_KEY_DIM = 256
 # Those that pack move whole elements, of sizes that a GPU loads at once.
 _PACKED_DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -106,11 +107,11 @@ class Kernels:
         offsets, key_dim = PackOffsets.of(cu_seqlens), k_TGK.shape[-1]
         check_delta_inputs("Kernels", offsets, k_TGK, v_THV, g_TH, beta_TH)
         check_shape("Kernels: q", q_TGK, tuple(k_TGK.shape))
-        if key_dim > _MOST_DELTA_KEY_DIM:
+        if key_dim > _MOST_KEY_DIM:
             raise UnsupportedError(
                 "Kernels.chunk_gated_delta_rule by flash-linear-attention",
                 found=f"key heads of {key_dim}",
-                why=f"Its kernels hold a state of at most {_MOST_DELTA_KEY_DIM} rows.",
+                why=f"Its kernels hold a state of at most {_MOST_KEY_DIM} rows.",
                 fix="Use choose_kernels(..., wanted='torch').",
             )
         run = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -177,10 +178,10 @@ class Kernels:
         """What `DeltaChunks.of` makes, with the methods `summary` and `outputs`; same arguments.
 
         No kernel of fla returns what a range of tokens does to a state, so with `fla` the kernels
-        of this package run.
+        of this package run. Key heads of more than 256 are computed by torch.
         """
         offsets, tensors = PackOffsets.of(cu_seqlens), (k_TGK, v_THV, g_TH, beta_TH)
-        if self._is_torch(offsets):
+        if self._is_torch(offsets) or k_TGK.shape[-1] > _MOST_KEY_DIM:
             return DeltaChunks.of(*tensors, cu_seqlens=offsets)
         from pcomm.gdn_cp.ops.kernels import triton_recurrences
 
@@ -200,7 +201,7 @@ class Kernels:
         """What `SsdChunks.of` makes, with `summary` and `outputs`; see `delta_chunks`."""
         offsets = PackOffsets.of(cu_seqlens)
         tensors = (x_THP, dt_TH, a_log_H, b_TGS)
-        if self._is_torch(offsets):
+        if self._is_torch(offsets) or b_TGS.shape[-1] > _MOST_KEY_DIM:
             return SsdChunks.of(*tensors, dt_bias_H=dt_bias_H, cu_seqlens=offsets)
         from pcomm.gdn_cp.ops.kernels import triton_recurrences
 

@@ -54,9 +54,8 @@ __all__ = [
     "scan_launch",
 ]
 
-# Columns of a state for one program of the scan, which has to wait for every chunk before: few, so
-# that one sequence fills a GPU. Those of a program that reads, which does not wait: more.
-_SCAN_COLUMNS, _READ_COLUMNS = 32, 64
+# Columns of a state for a program that reads, which does not wait for others as a scan does.
+_READ_COLUMNS = 64
 
 
 class Local(NamedTuple):
@@ -109,7 +108,7 @@ def scan_launch(
     states = given.new(len(given.tables.chunks_M4), num_heads, key_dim, value_dim)
     final = given.new(*given.state_shape)
     values = given.new(*given.v_THV.shape) if given.is_corrected else None
-    columns = padded(value_dim, _SCAN_COLUMNS)
+    columns = given.scan_columns
     launch = given.launch(
         scan_kernel,
         (num_sequences, num_heads, -(-value_dim // columns)),

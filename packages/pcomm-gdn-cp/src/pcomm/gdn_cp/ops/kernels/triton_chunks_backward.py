@@ -61,9 +61,8 @@ __all__ = [
     "finish_launch",
 ]
 
-# Columns of a state for a program of the transposed scan, for one that goes back through reads, and
-# at a time for one that collects.
-_SCAN_COLUMNS, _READ_COLUMNS, _COLUMNS = 32, 64, 32
+# Columns of a state for one that goes back through reads, and at a time for one that collects.
+_READ_COLUMNS, _COLUMNS = 64, 32
 # Most value heads of one program that collects, one after the other.
 _MOST_HEADS = 4
 
@@ -112,7 +111,7 @@ def back_through_scan_launch(
     left = given.new(len(given.tables.chunks_M4), num_heads, key_dim, value_dim)
     initial = given.new(*given.state_shape)
     right = given.new(*given.v_THV.shape) if grad_values_THV is None else grad_values_THV
-    columns = padded(value_dim, _SCAN_COLUMNS)
+    columns = given.scan_columns
     tokens = {"beta": given.beta_TH, "decay": local.decay_TH, "grad": grad_THV}
     launch = given.launch(
         back_through_scan_kernel,
@@ -388,17 +387,14 @@ def _by_reads(
     tokens: Tokens, sizes: ChunkSizes, of: Head, states: tl.tensor, BV: tl.constexpr
 ) -> tl.tuple:
     """What queries get of a value head, keys for it, and the decay."""
-    read_by = tl.zeros([sizes.C, sizes.C], tl.float32)
     read_from = tl.zeros([sizes.C, sizes.BK], tl.float32)
     for start in range(0, sizes.V, BV):
         columns = start + tl.arange(0, BV)
         arriving = of_values(tokens.grad, of.at, of.head, columns, sizes)
-        written = written_by(tokens, of.b, of.at, of.head, columns, sizes)
         place, in_state = state_tile(of.rows, columns, sizes)
         state = tl.load(states + place, mask=in_state, other=0.0)
-        read_by += tl.dot(arriving, tl.trans(written), input_precision=sizes.PRECISION)
         read_from += tl.dot(arriving, tl.trans(state), input_precision=sizes.PRECISION)
-    read_by *= pairwise(of.c, sizes.C)
+    read_by = _with_written(tokens.grad, tokens, sizes, of, BV) * pairwise(of.c, sizes.C)
     keys = of_tokens(tokens.k, of.at, of.group, of.rows, sizes.K)
     queries = of_tokens(tokens.q, of.at, of.group, of.rows, sizes.K)
     to_q = tl.exp(of.c)[:, None] * read_from
@@ -407,6 +403,23 @@ def _by_reads(
     to_k = tl.dot(tl.trans(read_by), queries, input_precision=sizes.PRECISION)
     nothing = tl.zeros([sizes.C], tl.float32)
     return to_q, to_k, _passed(read_by * of.products, started, nothing)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _with_written(
+    given: tl.tensor, tokens: Tokens, sizes: ChunkSizes, of: Head, BV: tl.constexpr
+) -> tl.tensor:
+    """`[C, C]` products of rows i of a tensor like the values and what tokens j wrote.
+
+    A loop of its own: with more products in it, Blackwell's tensor memory would not suffice.
+    """
+    pairs = tl.zeros([sizes.C, sizes.C], tl.float32)
+    for start in range(0, sizes.V, BV):
+        columns = start + tl.arange(0, BV)
+        row = of_values(given, of.at, of.head, columns, sizes)
+        written = written_by(tokens, of.b, of.at, of.head, columns, sizes)
+        pairs += tl.dot(row, tl.trans(written), input_precision=sizes.PRECISION)
+    return pairs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -442,7 +455,6 @@ def _by_writes(
         That, and what the decay, beta and the weight of the values get; values get theirs here.
     """
     C: tl.constexpr = sizes.C
-    in_system = tl.zeros([C, C], tl.float32)
     known_to = tl.zeros([C, sizes.BK], tl.float32)
     leaving, kept = tl.zeros([C, sizes.BK], tl.float32), tl.zeros([sizes.BK], tl.float32)
     solved, skipped = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
@@ -456,7 +468,6 @@ def _by_writes(
         after = tl.load(left + place, mask=in_state, other=0.0)
         leaving += tl.dot(written, tl.trans(after), input_precision=sizes.PRECISION)
         if sizes.CORRECTED:
-            in_system += tl.dot(back, tl.trans(written), input_precision=sizes.PRECISION)
             known_to += tl.dot(back, tl.trans(state), input_precision=sizes.PRECISION)
         kept += tl.sum(state * after, 1)
         if block == 0:
@@ -472,6 +483,7 @@ def _by_writes(
     ending = tl.sum(keys * to_k, 1)
     below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
     if sizes.CORRECTED:
+        in_system = _with_written(right, tokens, sizes, of, BV)
         in_system = tl.where(below, -in_system * pairwise(of.c, C), 0.0)
         later = -tl.exp(of.c)[:, None] * known_to
         started = of.b * tl.sum(keys * later, 1)

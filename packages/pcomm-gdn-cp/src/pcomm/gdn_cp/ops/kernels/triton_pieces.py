@@ -47,6 +47,10 @@ __all__ = [
 _LEAST = 16
 # Rows of a state that are multiplied at a time: more would not fit in registers.
 _ROWS = 64
+# Columns of a state for one program of a scan, which has to wait for every chunk before: few, so
+# that one sequence fills a GPU. And numbers of a state that it keeps: the products of more would
+# not fit in Blackwell's tensor memory.
+_SCAN_COLUMNS, _SCAN_NUMBERS = 32, 32 * 128
 
 
 def padded(size: int, most: int = 1 << 30) -> int:
@@ -148,6 +152,13 @@ class Recurrence:
         """Blocks of the rows of a state that are multiplied at a time."""
         key_dim = self.k_TGK.shape[2]
         return -(-key_dim // padded(key_dim, _ROWS))
+
+    @property
+    def scan_columns(self) -> int:
+        """Columns of a state that a program of a scan keeps."""
+        key_dim, value_dim = self.state_shape[2:]
+        most = max(_LEAST, _SCAN_NUMBERS // padded(key_dim))
+        return padded(value_dim, min(_SCAN_COLUMNS, most))
 
     @property
     def rows(self) -> dict[str, Rows]:
