@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from integration_support.short_runs import run_words, tiny_config, write_words
@@ -16,6 +18,7 @@ from pcomm.integration.config.toml import apply_overrides
 from pcomm.integration.metrics.rows import read_rows
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
+from pcomm.integration.train import speed as speed_module
 from pcomm.integration.train.speed import Speed, measured_flops
 
 VOCABULARY, TOKENS = 320, 64
@@ -70,6 +73,31 @@ def test_the_mean_is_that_of_the_last_steps():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_peak_is_a_number_of_this_device(dtype):
     assert 1e6 < measured_flops(torch.device("cpu"), dtype) < 1e15
+
+
+class Clocked(TorchDispatchMode):
+    """A processor whose products take the time that its rate says, by a clock of its own."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate, self.now, self.sides = rate, 0.0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Of inference, where it is not taken apart.
+        if func is torch.ops.aten.matmul.default:
+            side = len(args[0])
+            self.sides.append(side)
+            self.now += 2 * side**3 / self.rate
+        return func(*args, **(kwargs or {}))
+
+
+# The larger product takes a tenth of a second at 9.06e9 operations a second.
+@pytest.mark.parametrize(("rate", "sides"), [(9.0e9, {192}), (9.1e9, {192, 768})])
+def test_a_slow_processor_is_measured_by_a_small_product(rate, sides, monkeypatch):
+    with Clocked(rate) as clock:
+        monkeypatch.setattr(speed_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        assert measured_flops(torch.device("cpu"), "fp32") == pytest.approx(rate)
+    assert set(clock.sides) == sides
 
 
 def test_a_run_tells_of_its_speed_and_keeps_the_best_checkpoint(tmp_path, caplog):

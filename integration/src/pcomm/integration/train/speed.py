@@ -23,9 +23,11 @@ _log = logging.getLogger("pcomm.train")
 # Steps over which tokens a second are averaged: what the user sees should not jump.
 _STEPS = 20
 
-# Side of the square product whose speed is the measured peak, and how often it is timed.
-_SIDE = {"cpu": 768, "cuda": 8192}
+# Sides of the square products whose speed is the measured peak, and how often each is timed. Larger
+# ones are faster; a processor that has no bf16 would take seconds for the larger one.
+_SIDES = {"cpu": (192, 768), "cuda": (8192,)}
 _TURNS = 5
+_LONGEST_S = 0.1
 
 
 class Speed:
@@ -76,20 +78,29 @@ def measured_flops(device: torch.device, dtype: str) -> float:
         device: Device of this rank; on a CPU, with the threads of this process.
         dtype: `"fp32"` or `"bf16"`, the format of the product.
     """
-    side = _SIDE[device.type]
+    fastest = 0.0
+    for side in _SIDES[device.type]:
+        if fastest and 2 * side**3 / fastest > _LONGEST_S:
+            break
+        fastest = max(fastest, 2 * side**3 / _fastest_turn(side, device, dtype))
+    return fastest
+
+
+def _fastest_turn(side: int, device: torch.device, dtype: str) -> float:
+    """Seconds that a square product takes. Local."""
     a, b = torch.ones(2, side, side, device=device).unbind()
     if dtype == "bf16":
         a, b = a.bfloat16(), b.bfloat16()
-    fastest = float("inf")
+    taken = []
     with torch.inference_mode():
         for _ in range(_TURNS):
             start = time.perf_counter()
             product = a @ b
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            fastest = min(fastest, time.perf_counter() - start)
+            taken.append(time.perf_counter() - start)
             del product
-    return 2 * side**3 / fastest
+    return min(taken)
 
 
 def peak_memory_mib(device: torch.device) -> float:
