@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +17,13 @@ settings.register_profile(
     "pcomm", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("pcomm")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported_objects_are_not_walked() -> None:
+    """Keep what was imported out of collections, and of looks for those who refer to something.
+
+    There are a million objects, and every trainer looks for an optimizer that has its parameters.
+    """
+    gc.collect()
+    gc.freeze()
