@@ -260,7 +260,9 @@ def test_limits_and_refusals() -> None:
     # Weights, gradients and averages of replicas alone are more than a rank has, of shards less.
     parameters = sum(parameters_by_kind(validate(CONFIG, 1)).values())
     small = replace(MACHINE, memory_gib=12.0 * parameters / 2**30)
-    kept = rank_layouts(ROWS, 2, small, limit_s=1e6)
+    # Nothing fits in the end, and where all is done for that already, few more are counted.
+    rows = replace(ROWS, train=replace(ROWS.train, recompute=True))
+    kept = rank_layouts(rows, 2, small, limit_s=1e6)
     assert kept.too_large == 2
     assert {one.config.parallel.data for one in kept.layouts} == {"shard"}
     with pytest.raises((ConfigError, TopologyError)):
@@ -273,7 +275,7 @@ def test_a_directory_needs_no_weights(run: Run, files: tuple[Path, Path], tmp_pa
     config = {"model_type": "llama", "rms_norm_eps": 1e-5, **sizes, **heads}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--set", "train.sequence_length=32", "--set", "train.global_batch_tokens=64"]
-    code, out, err = run("--model", tmp_path, "--gpus", 2, "--cluster", files[1], *words)
+    code, out, err = run("--model", tmp_path, "--gpus", 1, "--cluster", files[1], *words)
     assert (code, err) == (0, "")
     assert "next: pcomm train --dry-run --set model.from=" in out
 
@@ -299,16 +301,16 @@ ALIKE = {
 }
 
 
-SHORT = ("GDN", "both, computed again")
+SHORT = "both, computed again"
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[pytest.mark.soak] * (one not in SHORT)) for one in ALIKE]
+    "case", [pytest.param(one, marks=[pytest.mark.soak] * (one != SHORT)) for one in ALIKE]
 )
 def test_what_is_told_again_is_what_is_counted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle counts each layer: events in order, and memory to the byte."""
     pattern, num_ranks, words = ALIKE[case]
-    layers, tokens = ("2", "128") if case in SHORT else ("4", "256")
+    layers, tokens = ("2", "64") if case == SHORT else ("4", "256")
     changes = {"model.layers": layers, "model.pattern": f"'{pattern}'", "data.vocabulary": "300"}
     changes |= {"train.sequence_length": "64", "train.global_batch_tokens": tokens, **words}
     config = apply_overrides(recipes.tiny(), [f"{key}={value}" for key, value in changes.items()])
