@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from integration_support.short_runs import settings
-from pcomm.core.testing.programs import PATIENCE_S, Programs, scaled_s, wait_until
+from pcomm.core.testing.programs import PATIENCE_S, Programs, is_running, scaled_s, wait_until
 from pcomm.integration.checkpoint.folders import checkpoints
 
 # Far more steps than are done before the signal, and no checkpoint before it.
@@ -115,6 +116,36 @@ def test_what_a_test_leaves_running_ends_with_it():
         process.kill()
         programs.stop()
         assert programs.running() == []
+
+
+PARENT = """
+import os
+import time
+from integration_support.forked_commands import ForkedCommand
+if __name__ == "__main__":
+    # Not into pipes of this process, which would end it, too.
+    with open(os.devnull, "w") as nowhere:
+        words = {"env": os.environ, "stdout": nowhere, "stderr": nowhere}
+        print(ForkedCommand("store", "--port", 0, **words).pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_forked_command_is_like_a_fresh_one_and_ends_with_its_parent(fork, start, tmp_path):
+    words = ["train", "--out", tmp_path / "run", "--set", "train.stesp=1"]
+    fresh, forked = (command(*words) for command in (partial(start, "pcomm"), fork))
+    assert forked.communicate(scaled_s(PATIENCE_S)) == fresh.communicate()
+    assert forked.returncode == fresh.returncode == 2
+    script, told = tmp_path / "parent.py", tmp_path / "told"
+    script.write_text(PARENT)
+    with told.open("w") as stdout:
+        parent = fork(script, stdout=stdout)
+    wait_until(lambda: told.read_text().endswith("\n"), "the command of a command")
+    pid = int(told.read_text())
+    assert is_running(pid)
+    parent.kill()
+    assert parent.wait(scaled_s(PATIENCE_S)) == -signal.SIGKILL
+    wait_until(lambda: not is_running(pid), "the end of what it had started")
 
 
 def has_steps(out: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration_support.forked_commands import ForkedCommand
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.core.testing.programs import is_running, wait_until
@@ -48,12 +49,14 @@ def uninterrupted(
     ],
 )
 def test_killed_during_a_save(
-    place, ranks, start, started, train, uninterrupted, config_file, tmp_path, capfd
+    place, ranks, start, fork, started, train, uninterrupted, config_file, tmp_path, capfd
 ):
     out, marks = tmp_path / "run", tmp_path / "marks"
     marks.mkdir()
     options = ["--config", config_file, "--out", out, "--ranks", ranks]
-    process = start("python", BLOCKED, place, marks, "train", *options)
+    words = (BLOCKED, place, marks, "train", *options)
+    # Ranks run the script of a fresh process, and so has each its trap.
+    process = fork(*words) if ranks == "1" else start("python", *words)
     # The name is given by the first rank alone; the files are written by all.
     wait_for(marks, "blocked-*", 1 if place == "commit" else int(ranks), process)
     pids = {process.pid} | {int(mark.name.removeprefix("pid-")) for mark in marks.glob("pid-*")}
@@ -81,7 +84,9 @@ def test_killed_during_a_save(
         assert f"resuming {out} after step 2" in log
 
 
-def wait_for(folder: Path, pattern: str, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for(
+    folder: Path, pattern: str, count: int, process: subprocess.Popen[str] | ForkedCommand
+) -> None:
     def are_there() -> bool:
         if process.poll() is not None:
             pytest.fail(f"ended with {process.returncode}:\n{process.communicate()}")

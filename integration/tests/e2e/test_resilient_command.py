@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from integration_support.forked_commands import ForkedCommand
 from integration_support.short_runs import whole_rows
 from pcomm.core.testing.programs import PATIENCE_S, free_port, scaled_s, wait_until
 from pcomm.integration.checkpoint.folders import newest
@@ -24,13 +25,13 @@ ON_FOUR = ["parallel.dp=2", "parallel.tp=2", "train.schedule=constant"]
 
 
 def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_together(
-    start, config_file, tmp_path
+    fork, config_file, tmp_path
 ):
     out, log = tmp_path / "run", tmp_path / "log"
     overrides = [word for item in (*ENDLESS, *ON_FOUR) for word in ("--set", item)]
     words = ["--config", config_file, "--out", out, "--ranks", 4, *overrides]
     with log.open("w") as stderr:
-        launcher = start("pcomm", "train", "--resilient", *words, stderr=stderr)
+        launcher = fork("train", "--resilient", *words, stderr=stderr)
     wait_for_row(out, launcher, ranks=4)
     processes = re.findall(r"rank (\d) of 4 is process (\d+)", log.read_text())
     # All of a replica, with the one that writes the metrics.
@@ -42,7 +43,7 @@ def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_togethe
     assert told is not None, log.read_text()
     again = shlex.split(told[1].replace("--rank R", "--rank 0"))
     with (tmp_path / "back").open("w") as stderr:
-        back = start("pcomm", "train", "--resilient", *words, *again, stderr=stderr)
+        back = fork("train", "--resilient", *words, *again, stderr=stderr)
     wait_for_row(out, launcher, ranks=3, after=2)
 
     launcher.send_signal(signal.SIGINT)
@@ -124,7 +125,11 @@ def test_ranks_of_a_launcher_come_back_by_themselves_and_outlive_their_store(
 
 
 def wait_for_row(
-    out: Path, launcher: subprocess.Popen[str], *, ranks: int, after: int | None = None
+    out: Path,
+    launcher: subprocess.Popen[str] | ForkedCommand,
+    *,
+    ranks: int,
+    after: int | None = None,
 ) -> None:
     """Wait until as many ranks train, where `after` is given after a time with so many."""
 

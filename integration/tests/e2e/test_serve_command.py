@@ -396,10 +396,10 @@ def test_words_of_a_chat_are_no_messages_and_unknown_ones_are_refused(run, monke
         pytest.param(b"/exit\n", id="/exit", marks=pytest.mark.soak),
     ],
 )
-def test_a_chat_at_a_terminal_says_how_it_is_used_and_left(leave, run, start):
+def test_a_chat_at_a_terminal_says_how_it_is_used_and_left(leave, run, fork):
     ours, theirs = os.openpty()
     options = ["--max-tokens", "3", "--memory-mib", "4"]
-    process = start("pcomm", "chat", run, *options, stdin=theirs, stdout=theirs)
+    process = fork("chat", run, *options, stdin=theirs, stdout=theirs)
     os.close(theirs)
     told = iter(process.stderr.readline, "")
     assert any("/help lists what else there is, Ctrl-D leaves" in line for line in told)
