@@ -48,6 +48,15 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
     page.close()
 
 
+@pytest.fixture(scope="module")
+def drawer(browser: Browser, url: str) -> Iterator[Page]:
+    """A page for functions of its script that keep nothing."""
+    page = open_page(browser, url)
+    page.locator("#greeting", has_text="tiny").wait_for()
+    yield page
+    page.close()
+
+
 def html_of(page: Page, text: str) -> str:
     """What the page makes of an answer, as HTML."""
     draw = "text => { const at = show('assistant', text); return [at.innerHTML, at.remove()][0]; }"
@@ -89,12 +98,12 @@ MARKDOWN = [
 ]
 
 
-def test_an_answer_is_shown_as_the_markdown_that_it_is(page):
-    assert [html_of(page, text) for text, _ in MARKDOWN] == [html for _, html in MARKDOWN]
+def test_an_answer_is_shown_as_the_markdown_that_it_is(drawer):
+    assert [html_of(drawer, text) for text, _ in MARKDOWN] == [html for _, html in MARKDOWN]
     # Text without markup keeps all of its lines, and those of a program their indentation.
     plain = "def main():\n    return 1\n\n\n2 * 3 * 4 a_b_c [1] (2)\n"
     read = "text => element('div', ...markdown(text)).textContent"
-    assert page.evaluate(read, plain) == plain
+    assert drawer.evaluate(read, plain) == plain
 
 
 HOSTILE = (
@@ -109,10 +118,10 @@ HOSTILE = (
 )
 
 
-def test_an_answer_cannot_bring_elements_attributes_or_schemes_of_its_own(page):
+def test_an_answer_cannot_bring_elements_attributes_or_schemes_of_its_own(drawer):
     known = {"p", "strong", "code", "pre", "figure", "figcaption", "span", "button", "a"}
     known |= {"ul", "li", "blockquote", "table", "tr", "th", "td"}
-    found = page.evaluate(
+    found = drawer.evaluate(
         """texts => texts.map(text => element("div", ...markdown(text)))
         .flatMap(made => [...made.querySelectorAll("*")])
         .map(one => [one.localName, [...one.attributes].map(at => [at.name, at.value])])""",
@@ -124,10 +133,10 @@ def test_an_answer_cannot_bring_elements_attributes_or_schemes_of_its_own(page):
     links = [value for _, pairs in found for key, value in pairs if key == "href"]
     assert len(links) == 2
     assert all(link.startswith("https://a.org/") for link in links)
-    assert page.evaluate("window.stolen") is None
+    assert drawer.evaluate("window.stolen") is None
 
 
-def test_long_answers_without_partners_of_their_marks_are_drawn_in_time(page):
+def test_long_answers_without_partners_of_their_marks_are_drawn_in_time(drawer):
     """A search that tries every end for every beginning would need hours for these."""
     parts = (
         "*",
@@ -152,13 +161,15 @@ def test_long_answers_without_partners_of_their_marks_are_drawn_in_time(page):
     # A wide head makes no cells in rows that are short.
     texts += ["a|" * wide + "\n" + "-|" * wide + "\n" + "b\n" * wide, "- a\n  ```\n" * 3000]
     for text in texts:
-        assert page.evaluate("text => markdown(text).length", text) >= 1
+        assert drawer.evaluate("text => markdown(text).length", text) >= 1
     # Longer ones are shown as they came: 30,000 characters are the last that are read.
     for length, kind in ((30_000, "STRONG"), (30_001, "PRE")):
         text = "**a** " + "a\n" * ((length - 6) // 2) + "b" * (length % 2)
         assert len(text) == length
-        names = page.evaluate(
-            "text => [...show('assistant', text).querySelectorAll('*')].map(x => x.tagName)", text
+        names = drawer.evaluate(
+            """text => { const at = show('assistant', text); at.remove();
+            return [...at.querySelectorAll('*')].map(one => one.tagName); }""",
+            text,
         )
         assert kind in names
         assert len(names) <= 2
@@ -179,11 +190,12 @@ def test_code_has_its_language_and_a_button_that_copies_it(page):
 
 
 @pytest.mark.parametrize("end", ["\n  ```\n- d", "\n```\n- d", ""], ids=["", "undented", "open"])
-def test_code_of_an_item_belongs_to_it_wherever_its_lines_begin(end, page):
-    shown = html_of(page, f"- a\n  - b:\n    ```py\nif x:\n    y\n\n1{end}\n- c")
+def test_code_of_an_item_belongs_to_it_wherever_its_lines_begin(end, drawer):
+    shown = html_of(drawer, f"- a\n  - b:\n    ```py\nif x:\n    y\n\n1{end}\n- c")
     assert "<pre><code>if x:\n    y\n\n1" in shown
-    read = "text => show('assistant', text).querySelectorAll(':scope > ul > li').length"
-    items = page.evaluate(read, f"1. x\n\n- ```py\na = 1\n\nb = 2{end}")
+    read = """text => { const at = show('assistant', text); at.remove();
+    return at.querySelectorAll(':scope > ul > li').length; }"""
+    items = drawer.evaluate(read, f"1. x\n\n- ```py\na = 1\n\nb = 2{end}")
     assert items == (2 if end else 1)
 
 
