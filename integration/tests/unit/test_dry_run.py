@@ -21,6 +21,7 @@ from pcomm.integration.commands.conversion import run_to_directory
 from pcomm.integration.commands.train_resilient import launch_resilient
 from pcomm.integration.config.toml import apply_overrides
 from pcomm.integration.forecast import dry_run as dry_run_module
+from pcomm.integration.forecast import machine as machine_module
 from pcomm.integration.forecast.counted_step import Computed
 from pcomm.integration.forecast.dry_run import dry_run
 from pcomm.integration.forecast.machine import Machine, read_cluster
@@ -80,6 +81,8 @@ def cluster(tmp_path: Path) -> Path:
 def _measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine does in a step is no matter here, and is measured for a moment only."""
     monkeypatch.setattr(dry_run_module, "_REPLAY_S", 0.05)
+    monkeypatch.setattr(machine_module, "_NUMBERS", 1 << 12)
+    monkeypatch.setattr(machine_module, "_SENT", 1 << 16)
 
 
 def refusal(call) -> str | None:
@@ -129,7 +132,8 @@ def test_it_refuses_what_this_machine_lacks(tmp_path, monkeypatch, pattern, word
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_checkpoint_holds_the_parameters_and_what_the_optimizer_keeps(text, cluster, optimizer):
-    words = [f"data.path=['{text}']", f"train.optimizer='{optimizer}'", "model.experts=2"]
+    words = [f"data.path=['{text}']", f"train.optimizer='{optimizer}'"]
+    words += ["model.experts=2", "model.layers=1"]
     found = dry_run(apply_overrides(recipes.tiny(), words), None, 1, cluster=cluster)
     # The trainer's own tensors are the oracle; AdamW has a counter beside each parameter.
     memory = found.step.memory
@@ -138,7 +142,7 @@ def test_a_checkpoint_holds_the_parameters_and_what_the_optimizer_keeps(text, cl
 
 # A row for each of eight replicas, where those of the command have 256 tokens.
 ROWS_OF_32 = ["train.sequence_length=32", "train.global_batch_tokens=256"]
-SHORT = ["train.steps=1", "train.eval_every='none'"]
+SHORT = ["train.steps=1", "train.eval_every='none'", "model.layers=1"]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +169,7 @@ def more_text(run: Path, text: Path) -> None:
 GOING_ON = {
     "as it was": (lambda run, text: None, [], None),
     "other text": (more_text, [], "checkpoint"),
-    "other shape": (lambda run, text: None, ["model.layers=1"], "model.layers"),
+    "other shape": (lambda run, text: None, ["model.layers=2"], "model.layers"),
     "fewer words": (lambda run, text: None, ["data.vocabulary=257"], "vocabulary"),
     "damaged weights": (
         lambda run, text: cut(weights(run)),
@@ -327,7 +331,7 @@ def test_the_screen_without_ranks_that_have_failed(tmp_path, text, cluster, caps
 
 
 def test_text_that_is_not_tokenised_is_estimated(tmp_path, text, cluster, monkeypatch):
-    config = apply_overrides(recipes.tiny(), [f"data.path=['{text}']"])
+    config = apply_overrides(recipes.tiny(), [f"data.path=['{text}']", "model.layers=1"])
     size = sum(Path(path).stat().st_size for path in Path(text).parent.glob("*.txt"))
     for limit, word in ((size, "held out with"), (size - 1, "not read")):
         monkeypatch.setattr(dry_run_module, "_TOKENISED_BYTES", limit)
@@ -335,7 +339,7 @@ def test_text_that_is_not_tokenised_is_estimated(tmp_path, text, cluster, monkey
     assert "not read: about" in dry_run(config, tmp_path / "run", 1, cluster=cluster).text
     packed = tmp_path / "packed.txt.gz"
     packed.write_bytes(gzip.compress(b"a word and another\n" * 100))
-    config = apply_overrides(recipes.tiny(), [f"data.path=['{packed}']"])
+    config = apply_overrides(recipes.tiny(), [f"data.path=['{packed}']", "model.layers=1"])
     monkeypatch.setattr(dry_run_module, "_TOKENISED_BYTES", 1)
     assert "not read: at least" in dry_run(config, tmp_path / "run", 1, cluster=cluster).text
 
@@ -407,7 +411,7 @@ def test_tokens_that_a_run_has_kept_are_taken_and_none_are_kept(
 ):
     caplog.set_level("INFO", "pcomm.train")
     cache = tmp_path / "cache"
-    words = [f"data.path=['{text}']", f"data.cache='{cache}'"]
+    words = [f"data.path=['{text}']", f"data.cache='{cache}'", "model.layers=1"]
     config = apply_overrides(recipes.tiny(), words)
     wanted = dry_run(config, None, 1, cluster=cluster)
     assert "made now, and not kept" in caplog.text
