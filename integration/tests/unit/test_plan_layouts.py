@@ -310,9 +310,9 @@ SHORT = "both, computed again"
 def test_what_is_told_again_is_what_is_counted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle counts each layer: events in order, and memory to the byte."""
     pattern, num_ranks, words = ALIKE[case]
-    layers, tokens = ("2", "64") if case == SHORT else ("4", "256")
+    layers, row, tokens = ("2", "32", "32") if case == SHORT else ("4", "64", "256")
     changes = {"model.layers": layers, "model.pattern": f"'{pattern}'", "data.vocabulary": "300"}
-    changes |= {"train.sequence_length": "64", "train.global_batch_tokens": tokens, **words}
+    changes |= {"train.sequence_length": row, "train.global_batch_tokens": tokens, **words}
     config = apply_overrides(recipes.tiny(), [f"{key}={value}" for key, value in changes.items()])
     resolved = validate(config, num_ranks)
     again, times = CountedOnce._again, 0
