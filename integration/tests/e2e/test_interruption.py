@@ -101,11 +101,19 @@ def assert_goes_on(
     assert steps(out) == list(range(1, saved.step + 3))
 
 
+# Workers in sessions of their own, which hold the pipes of their launcher, as those of torchrun.
+LAUNCHER = """
+import subprocess
+import time
+for _ in range(2):
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+time.sleep(600)
+"""
+
+
 def test_what_a_test_leaves_running_ends_with_it():
-    """Workers of torchrun are in sessions of their own, and hold the pipes of the launcher."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     with Programs() as programs:
-        process = programs.start(sys.executable, *launcher, "--no-python", "sleep", 600)
+        process = programs.start(sys.executable, "-S", "-c", LAUNCHER)
 
         def workers() -> int:
             names = [Path(f"/proc/{pid}/comm") for pid in programs.running()]
