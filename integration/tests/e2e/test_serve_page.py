@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,24 +13,30 @@ from integration_support.short_runs import tiny_run
 from pcomm.integration.llm import LLM
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 pytest.importorskip("uvicorn")
 
 from integration_support.live_server import LiveServer
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
+    """A browser, and the address of a server."""
     with chromium() as browser:
-        run = tiny_run(tmp_path, "GA")
+        run = tiny_run(tmp_path_factory.mktemp("page"), "GA")
         with (
             LLM(run, memory_bytes=2**20, max_model_len=512) as llm,
             LiveServer(llm, model_name="<b>tiny</b>") as server,
         ):
-            page = open_page(browser, server.url)
-            yield page
-            page.close()
+            yield browser, server.url
+
+
+@pytest.fixture
+def page(opened: tuple[Browser, str]) -> Iterator[Page]:
+    page = open_page(*opened)
+    yield page
+    page.close()
 
 
 def test_the_browser_finds_no_fault_with_the_page(page):

@@ -23,12 +23,14 @@ GROUPS = {"model.layers": "3", "model.mamba_groups": "2", "model.mamba_state_dim
 ROWS = {**EVERY, **GROUPS, "train.sequence_length": "64", "train.micro_batch_tokens": "64"}
 EXPERTS = {"model.experts": "4", "model.expert_width": "32", "model.shared_expert_width": "16"}
 MIXED = {"model.experts": "4", "model.moe_every": "2", "model.pattern": "GMA"}
+# A row for each of four ranks.
+FEW = {"train.global_batch_tokens": "128"}
 # With a size of micro-batches that adds up in another order.
 MODELS = {
     "attention": ({**ROWS, "model.pattern": "A"}, 256),
     "hybrid": ({**ROWS, "model.pattern": "GMA"}, 256),
     "experts": ({**EVERY, **EXPERTS}, 32),
-    "hybrid with experts": ({**EVERY, **GROUPS, **MIXED}, 64),
+    "hybrid with experts": ({**EVERY, **GROUPS, **MIXED, **FEW}, 64),
 }
 
 
