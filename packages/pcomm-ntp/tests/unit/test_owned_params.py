@@ -44,7 +44,9 @@ def without(topology: Topology, gone: set[int]) -> NtpPlan:
 
 
 @pytest.mark.parametrize("ranks_each", [None, 1, 3])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(one, marks=[pytest.mark.soak] * (one >= 12)) for one in range(40)]
+)
 def test_owners_are_on_other_hosts_level_and_stay_through_deaths_and_returns(
     seed: int, ranks_each: int | None
 ) -> None:
@@ -195,6 +197,8 @@ def test_hosts_that_are_named_are_apart_and_mistakes_are_refused() -> None:
     refused(TopologyError, "no host of rank 1", Hosts.of, topology, 2, {0: "x"})
 
 
+# Several messages to a group, of replicas of one degree and of two; the long form has all.
+CUT = [((1, 1), 1), ((2, 1, 2), 2)]
 DEGREES = [
     # Of split parameters nobody else has the units.
     ((2,), 1),
@@ -205,15 +209,14 @@ DEGREES = [
     ((3, 1), 1),
     ((2, 3, 1, 3), 3),
 ]
-# Several messages to a group, of replicas of one degree and of two; the long form has all.
-CUT = [((1, 1), 1), ((3, 2, 3), 2)]
 
 
 @pytest.mark.parametrize(
     ("degrees", "copies", "most"),
     [
         *((*one, 1 << 23) for one in DEGREES),
-        *(pytest.param(*one, 20, marks=[pytest.mark.soak] * (one not in CUT)) for one in DEGREES),
+        *((*one, 20) for one in CUT),
+        *(pytest.param(*one, 20, marks=pytest.mark.soak) for one in DEGREES if one not in CUT),
     ],
 )
 def test_training_equals_one_process_with_its_share_of_state_and_bytes(
