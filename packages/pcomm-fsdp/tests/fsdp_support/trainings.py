@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -44,6 +46,7 @@ __all__ = [
     "check_state",
     "flat_groups",
     "model_of",
+    "no_progress_monitor",
     "on_gloo_and_nccl",
     "one_rank_groups",
     "open_two",
@@ -220,6 +223,15 @@ def model_of(dtype: torch.dtype = torch.float64, *, seed: int = 0, **options: ob
     """
     torch.manual_seed(seed)
     return SmallModel(**options).to(dtype)  # type: ignore[arg-type]
+
+
+def no_progress_monitor() -> None:
+    """Let bars of progress, such as torch.compile and transformers make, start no thread. Local.
+
+    It would live as long as the process, and be what a test has left in a rank.
+    """
+    if find_spec("tqdm") is not None:
+        import_module("tqdm").tqdm.monitor_interval = 0
 
 
 def tokens(step: int, micro: int, rank: int) -> Tensor:

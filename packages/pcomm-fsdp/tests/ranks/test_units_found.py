@@ -11,13 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from core_support.works_with import check_outcome, models
 from fsdp_support.foreign_models import compare_foreign, foreign_classes
-from fsdp_support.trainings import SmallModel, model_of
+from fsdp_support.trainings import SmallModel, model_of, no_progress_monitor
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.plan.unit_choice import choose_units
 
-# What torch.compile starts.
-LEFT = "tqdm's monitor, which torch.compile starts, lives as long as the process"
+no_progress_monitor()
 
 # One for each way to be different; the long form tries all.
 SOME = (
@@ -48,7 +47,7 @@ def test_works_with_a_class_of_transformers_as_one_process(rank: int, name: str)
     "name",
     [pytest.param(n, marks=[] if n in COMPILED else pytest.mark.soak) for n in foreign_classes()],
 )
-@ranks(2, leaves=LEFT)
+@ranks(2)
 def test_compiled_blocks_train_as_in_one_process(rank: int, name: str) -> None:
     torch._dynamo.reset()
     found = compare_foreign(name, rank, compiles="eager")
