@@ -135,6 +135,9 @@ def test_buffers_of_one_rank_are_saved_together(rank: int, tmp_path: Path) -> No
 class Counting(Optimizer):
     """SGD whose rate depends on state of every plain kind."""
 
+    # Said, since it is right: the trial of an optimizer that is not torch's takes long.
+    is_elementwise = True
+
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
 

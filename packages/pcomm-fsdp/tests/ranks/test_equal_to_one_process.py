@@ -37,6 +37,12 @@ from pcomm.fsdp.settings import CommPolicy, ReshardPolicy, Roles
 
 # In fp64, where the order of sums leaves 1e-12 and every mistake leaves more.
 
+# What is between two others, the long form does, too.
+every_stage = pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(one, marks=[pytest.mark.soak] * (one == "zero2")) for one in STAGES],
+)
+
 
 def torch_fsdp2(rank: int, size: int, **options: object) -> dict[str, Tensor]:
     """Parameters after the same steps with torch's own sharding."""
@@ -178,7 +184,7 @@ class Frozen(SmallModel):
             parameter.requires_grad_(step % 3 == 0 or is_part is (step % 3 == 2))
 
 
-@pytest.mark.parametrize("strategy", STAGES)
+@every_stage
 @ranks(2)
 def test_what_is_frozen_for_some_steps(rank: int, strategy: str) -> None:
     """As a discriminator is; AdamW would decay what has a gradient of zero in place of none."""
@@ -265,7 +271,7 @@ class Again(SmallModel):
         return super()._blocks(super()._blocks(x_BTD))
 
 
-@pytest.mark.parametrize("strategy", STAGES)
+@every_stage
 @ranks(2)
 def test_units_that_are_used_twice(rank: int, strategy: str) -> None:
     torch.manual_seed(0)

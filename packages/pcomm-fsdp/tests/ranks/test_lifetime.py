@@ -121,14 +121,14 @@ def count() -> dict[str, int]:
 
 
 @ranks(2)
-def test_a_third_run_leaves_no_more_than_the_first(rank: int) -> None:
+def test_a_second_run_leaves_no_more_than_the_first(rank: int) -> None:
     counts = []
-    for _ in range(3):
+    for _ in range(2):
         held = hold_after_all()
         gc.collect()
         assert alive(held) == []
         counts.append(count())
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[0] == counts[1]
     assert counts[0]["parameter groups"] == 0
 
 

@@ -136,14 +136,14 @@ def check(rank: int, size: int, update: Update) -> None:
 
 @ranks(2)
 def test_equal_to_one_process_or_refused(rank: int) -> None:
-    for update in (*RIGHT, *REFUSED):
+    for update in (adam, in_blocks, *REFUSED):
         check(rank, 2, update)
 
 
 @pytest.mark.soak
 @ranks(3)
 def test_equal_to_one_process_or_refused_on_three_ranks(rank: int) -> None:
-    for update in (adam, *REFUSED):
+    for update in (adam, sign, *REFUSED):
         check(rank, 3, update)
 
 

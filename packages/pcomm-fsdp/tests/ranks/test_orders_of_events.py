@@ -188,10 +188,27 @@ AMONG_THEM = ("look_between", "loss_that_is_only_read", "two_losses")
 WITH_FSDP2 = {"one_loss_of_two", "two_losses", "loss_that_is_only_read", "input_of_itself"}
 
 
+# Where nothing is dropped between forward and backward, those that leave parts out or use them
+# twice, too; the long form has all programs.
+WITH_ZERO1 = (*AMONG_THEM, "dropped_layers", "both_heads", "input_of_itself")
+NAMES = {
+    **dict.fromkeys(STRATEGIES, AMONG_THEM),
+    "zero3": tuple(PROGRAMS),
+    "zero1": WITH_ZERO1,
+}
+
+
 @pytest.mark.parametrize(
     ("strategy", "names"),
-    [(one, tuple(PROGRAMS) if one in ("zero3", "zero1") else AMONG_THEM) for one in STRATEGIES],
-    ids=STRATEGIES,
+    [
+        *(pytest.param(*one, id=one[0]) for one in NAMES.items()),
+        pytest.param(
+            "zero1",
+            tuple(name for name in PROGRAMS if name not in WITH_ZERO1),
+            id="zero1, the others",
+            marks=pytest.mark.soak,
+        ),
+    ],
 )
 @ranks(2)
 def test_parameters_are_those_of_fsdp2_and_of_one_process(

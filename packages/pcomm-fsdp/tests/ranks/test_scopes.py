@@ -30,9 +30,23 @@ from pcomm.fsdp.settings import CommPolicy, Roles, Scope
 # -- hSDP: shards that several ranks hold have the gradients of one process ---------------------
 
 
+# Every stage once, and the ends of ZeRO with shards and replicas; the long form has all.
+KEPT = [
+    *(((2, 2), "zero3"), ((2, 2), "zero1")),
+    *(((4, 1), "zero2"), ((1, 4), "zero3, reduced once")),
+]
+
+
 @pytest.mark.parametrize(
     ("sizes", "strategy"),
-    [*(((2, 2), one) for one in STAGES), ((4, 1), "zero2"), ((1, 4), "zero3, reduced once")],
+    [
+        *KEPT,
+        *(
+            pytest.param((2, 2), one, marks=pytest.mark.soak)
+            for one in STAGES
+            if ((2, 2), one) not in KEPT
+        ),
+    ],
     ids=str,
 )
 @ranks(4)
