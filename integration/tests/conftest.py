@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ settings.register_profile(
 settings.load_profile("pcomm")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _imported_objects_are_not_walked() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _imported_objects_are_not_walked() -> Iterator[None]:
     """Keep what was imported out of collections, and of looks for those who refer to something.
 
     There are a million objects, and every trainer looks for an optimizer that has its parameters.
     """
-    gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
