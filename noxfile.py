@@ -202,7 +202,7 @@ def isolated(session: nox.Session) -> None:
     tests; so all are collected, and one of each file of unit tests is run, with some on ranks. What
     the others find in numbers does not depend on where the package was installed.
     """
-    install_once(session, lambda: pip_install(session, *group("build"), "torch", "pytest-xdist"))
+    install_once(session, lambda: pip_install(session, *group("build"), "torch"))
     build_into_dist(session)
     for package in PACKAGES:
         run_tests_alone(session, package)
@@ -262,7 +262,8 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
         session.run("python", "-P", str(check), *names)
         pytest = ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib"]
         pytest += ["--override-ini", markers, "--strict-markers"]
-        options = ["-q", "-n", "2", "--dist", "loadfile", "-m", "not soak", "-p", "one_case_each"]
+        # In one process: to import all tests takes longer than to run the few that are chosen.
+        options = ["-q", "-m", "not soak", "-p", "one_case_each"]
         options += ["--hypothesis-profile", "one_case_each", f"--timeout={settings['timeout']}"]
         plugins = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(beside)])}
         # Every test is imported, also those that only the session `tests` runs.
