@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import pcomm.core.process.world
 from core_bench.rated_network import RatedNetwork, obstacle, rated_network
@@ -65,13 +66,6 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -238,11 +232,25 @@ def test_a_launchers_variables_join_two_processes(rank: int, tmp_path: Path, por
     assert seen_by(tmp_path, rank) == expected(rank)
 
 
-def test_torchrun_joins_two_processes(tmp_path: Path, program: Path, programs: Programs) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(program)]
-    done = programs.run(*command, env=environment(tmp_path))
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def kept_signals() -> Iterator[None]:
+    """Torchrun sets what it does at each of them, and leaves it so."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("kept_signals")
+def test_torchrun_joins_two_processes(launcher: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its agent and its rendezvous, within this process; its workers are forked by a server."""
+    own = {"FOLDER": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    standalone = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="forkserver"
+    )
+    # The server has the environment of its own start.
+    elastic_launch(standalone, exec)(f"import os\nos.environ |= {own}\n{PROGRAM}", {})
     assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
 
 
