@@ -29,6 +29,8 @@ from pcomm.integration.models.moe import Dispatch
 
 STEPS = 3
 ROW = 64
+# A replica of ranks that share each row has two of them; the replicas of others have four in all.
+FEW, ROWS = 2, 4
 MODELS = {
     "all": {"experts": 4, "shared_expert_width": 16},
     "every second": {"experts": 8, "experts_per_token": 3, "moe_every": 2},
@@ -58,28 +60,36 @@ ON_FOUR = {
 }
 
 
-def run(parallel: ParallelConfig, kind: str, run_dir: Path, steps: int = STEPS) -> Steps:
-    return train_steps(config(parallel, kind), run_dir, torch.float64, steps)
+def run(
+    parallel: ParallelConfig, kind: str, run_dir: Path, steps: int = STEPS, rows: int = ROWS
+) -> Steps:
+    return train_steps(config(parallel, kind, rows), run_dir, torch.float64, steps)
 
 
-def config(parallel: ParallelConfig, kind: str) -> Config:
+def config(parallel: ParallelConfig, kind: str, rows: int = ROWS) -> Config:
     """The tiny recipe with experts. Micro-batches differ between the arrangements on purpose."""
     model = {"balance_loss": 0.5, "mamba_state_dim": 16, "qk_norm": True, **MODELS[kind]}
     micro = ROW if parallel.cp > 1 or parallel.dp == 2 else "auto"
     train = {"steps": STEPS, "sequence_length": ROW, "learning_rate": 1e-2}
-    return tiny_config(parallel, model=model, micro_batch_tokens=micro, **train)
+    sizes = {"global_batch_tokens": rows * ROW, "micro_batch_tokens": micro}
+    return tiny_config(parallel, model=model, **sizes, **train)
+
+
+Single = dict[tuple[str, int], tuple[list[list[float]], dict[str, torch.Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def single(run_dir: Path) -> dict[str, tuple[list[list[float]], dict[str, torch.Tensor]]]:
-    """The runs on one process, which never touch torch.distributed."""
-    runs = {kind: run(ParallelConfig(), kind, run_dir) for kind in MODELS}
-    return {kind: (one.rows, one.tensors) for kind, one in runs.items()}
+def single(run_dir: Path) -> Single:
+    """Runs on one process, which never touch torch.distributed, by model and number of rows."""
+    runs = [*((kind, FEW if kind == "hybrid" else ROWS) for kind in MODELS), ("all", FEW)]
+    found = {(kind, rows): run(ParallelConfig(), kind, run_dir, rows=rows) for kind, rows in runs}
+    return {key: (one.rows, one.tensors) for key, one in found.items()}
 
 
-def assert_as_alone(parallel: ParallelConfig, kind: str, run_dir: Path, single: dict) -> None:
-    rows, tensors = single[kind]
-    mine = run(parallel, kind, run_dir)
+def assert_as_alone(parallel: ParallelConfig, kind: str, run_dir: Path, single: Single) -> None:
+    num_rows = FEW if parallel.cp > 1 and parallel.dp == "auto" else ROWS
+    rows, tensors = single[kind, num_rows]
+    mine = run(parallel, kind, run_dir, rows=num_rows)
     worst = float((torch.tensor(mine.rows) - torch.tensor(rows)).abs().max())
     assert worst <= 1e-10, f"losses and norms are off by {worst:.2e}"
     worst, name = worst_difference(mine.views, tensors)
@@ -89,7 +99,7 @@ def assert_as_alone(parallel: ParallelConfig, kind: str, run_dir: Path, single: 
 def test_the_models_differ_and_learn(single):
     """Otherwise equal numbers would say little."""
     losses = [rows[-1][0] for rows, _ in single.values()]
-    assert len(set(losses)) == len(MODELS)
+    assert len(set(losses)) == len(single) > len(MODELS)
     for rows, tensors in single.values():
         assert rows[-1][0] < rows[0][0] - 0.3
         averages = [t for name, t in tensors.items() if "exp_avg." in name and ".experts." in name]

@@ -20,6 +20,8 @@ from pcomm.integration.config.sections import Config, ParallelConfig
 # The second one has averages and parameters of the first.
 STEPS = 2
 ROW = 64
+# A replica of ranks that share each row has two of them; the replicas of others have four in all.
+FEW, ROWS = 2, 4
 MODEL = {"qk_norm": True, "mamba_groups": 2, "mamba_state_dim": 16, "moe_every": 1}
 EXPERTS = {"experts": 4, "experts_per_token": 2, "balance_loss": 0.01}
 # All mixers, and a model whose blocks all have experts.
@@ -50,8 +52,13 @@ WITH_EXPERTS = {
 }
 
 
-def config(parallel: ParallelConfig, pattern: str) -> Config:
-    """The tiny recipe with two rows in a micro-batch of a replica, one where ranks share it."""
+def rows_for(parallel: ParallelConfig) -> int:
+    """Rows of a batch."""
+    return FEW if parallel.cp > 1 and parallel.dp == "auto" else ROWS
+
+
+def config(parallel: ParallelConfig, pattern: str, rows: int) -> Config:
+    """The tiny recipe, with rows that are cut where no document ends if ranks share them."""
     letters = "A" if pattern == "experts" else pattern
     own = {**PATTERNS, **SOAKED}[pattern]
     shape = {**MODEL, **own, "pattern": letters, "layers": max(2, len(letters))}
@@ -61,34 +68,37 @@ def config(parallel: ParallelConfig, pattern: str) -> Config:
         steps=STEPS,
         learning_rate=1e-2,
         sequence_length=ROW,
-        micro_batch_tokens=ROW,
+        global_batch_tokens=rows * ROW,
+        micro_batch_tokens=(1 if parallel.cp > 1 or parallel.dp != "auto" else 2) * ROW,
     )
 
 
-def alone(run_dir: Path, names: Iterable[str]) -> dict[str, Steps]:
+Single = dict[tuple[str, int], Steps]
+
+
+def alone(run_dir: Path, runs: Iterable[tuple[str, int]]) -> Single:
     return {
-        name: train_steps(config(ParallelConfig(), name), run_dir, torch.float64, STEPS)
-        for name in names
+        run: train_steps(config(ParallelConfig(), *run), run_dir, torch.float64, STEPS)
+        for run in runs
     }
 
 
 @pytest.fixture(scope="module")
-def single(run_dir: Path) -> dict[str, Steps]:
-    """The runs on one process, with whole parameters."""
-    return alone(run_dir, PATTERNS)
+def single(run_dir: Path) -> Single:
+    """The runs on one process, with whole parameters, by their model and number of rows."""
+    return alone(run_dir, [(MIXED, ROWS), (MIXED, FEW), ("experts", ROWS)])
 
 
 @pytest.fixture(scope="module")
-def single_soaked(run_dir: Path) -> dict[str, Steps]:
+def single_soaked(run_dir: Path) -> Single:
     """The same of other models."""
-    return alone(run_dir, SOAKED)
+    return alone(run_dir, [(name, rows) for name in SOAKED for rows in (ROWS, FEW)])
 
 
-def assert_as_alone(
-    parallel: ParallelConfig, run_dir: Path, single: dict[str, Steps], pattern: str
-) -> None:
-    mine = train_steps(config(parallel, pattern), run_dir, torch.float64, STEPS)
-    expected = single[pattern]
+def assert_as_alone(parallel: ParallelConfig, run_dir: Path, single: Single, pattern: str) -> None:
+    rows = rows_for(parallel)
+    mine = train_steps(config(parallel, pattern, rows), run_dir, torch.float64, STEPS)
+    expected = single[pattern, rows]
     off = (torch.tensor(mine.rows) - torch.tensor(expected.rows)).abs().max()
     assert off <= 1e-10, f"rows are off by {off:.1e}"
     worst, name = worst_difference(mine.views, expected.tensors)
@@ -139,7 +149,7 @@ def test_experts_on_four_ranks(rank, parallel, run_dir, single):
 
 def real_width(parallel: ParallelConfig) -> Config:
     """Experts whose shards are megabytes: core sends them between pairs of ranks."""
-    small = config(parallel, "experts")
+    small = config(parallel, "experts", ROWS)
     return dataclasses.replace(small, model=dataclasses.replace(small.model, width=512))
 
 
