@@ -22,6 +22,7 @@ from integration_support.short_runs import (
     prepare_words,
     tiny_config,
     train_steps,
+    without_pictures,
     worst_difference,
 )
 from pcomm.core.errors import ConfigError, PcommError, TopologyError, UnsupportedError
@@ -45,6 +46,8 @@ FAULT = Fault(rank=0, step=2, joins_at=3)
 def config(parallel: ParallelConfig) -> Config:
     # A small learning rate, see test_uneven_replicas.
     keys = {"learning_rate": 1e-5, "warmup_steps": 1, "eval_every": "none"}
+    # Else each rank measures what this machine can do.
+    keys["peak_tflops"] = 0.5
     base = tiny_config(parallel, steps=STEPS, **keys)
     return dataclasses.replace(base, checkpoint=CheckpointConfig(every=2))
 
@@ -88,8 +91,14 @@ def run_dir(tmp_path: Path) -> Path:
     return prepare_words(tmp_path, documents=40)
 
 
-def test_a_rank_dies_in_backward_and_comes_back(run_dir):
-    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """The run on one process."""
+    run_dir = prepare_words(tmp_path_factory.mktemp("alone"), documents=40)
+    return train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
+
+
+def test_a_rank_dies_in_backward_and_comes_back(alone, run_dir):
     many = config(ParallelConfig(dp=2, tp=2))
     with ResilientRanks(4, preload=PRELOAD) as processes:
         processes.start(faulty_rank, (many, run_dir, FAULT))
@@ -118,7 +127,7 @@ def test_a_rank_dies_in_backward_and_comes_back(run_dir):
 
 def test_rows_and_samples_are_those_of_a_plain_run(run_dir):
     base = config(ParallelConfig(dp=2))
-    keys = {"eval_every": 2, "sample_every": 2, "peak_tflops": 0.5}
+    keys = {"eval_every": 2, "sample_every": 2}
     asked = dataclasses.replace(base, train=dataclasses.replace(base.train, **keys))
     reports = with_fault(2, asked, run_dir, Fault(rank=0, step=STEPS + 1))
     assert [report.reason for report in reports.values()] == ["finished"] * 2, reports
@@ -142,9 +151,8 @@ def test_rows_and_samples_are_those_of_a_plain_run(run_dir):
     assert [(row["step"], row["prompt"]) for row in samples] == [(2, "def"), (4, "def")]
 
 
-def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(run_dir):
+def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(alone, run_dir):
     """Both groups along `cp` go on with the degree of the damaged one; rank 2 or 3 is idle."""
-    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
     many = config(ParallelConfig(cp=2, tp=2))
     reports = with_fault(4, many, run_dir, Fault(rank=1, step=2))
     assert [rank for rank, report in reports.items() if report.has_finished] == [0, 2, 3], reports
@@ -169,21 +177,28 @@ def test_a_rank_along_cp_that_is_left_alone_saves_before_the_run_ends(run_dir):
     assert_saved_as(alone, run_dir)
 
 
-def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(run_dir):
-    base = config(ParallelConfig(dp=2, tp=2))
+@pytest.mark.parametrize(
+    ("tp", "dies"),
+    # The rank that writes; or, of two that have a half of each matrix, the other one.
+    [(1, 0), pytest.param(2, 1, marks=pytest.mark.soak)],
+)
+def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(tp, dies, run_dir):
+    base = config(ParallelConfig(dp=2, tp=tp))
     last_only = dataclasses.replace(
         base,
         checkpoint=CheckpointConfig(every="end"),
-        train=dataclasses.replace(base.train, eval_every=STEPS),
+        train=dataclasses.replace(base.train, steps=2, eval_every=2),
     )
-    reports = with_fault(4, last_only, run_dir, Fault(rank=1, step=STEPS))
-    assert reports[1].reason == "killed by SIGKILL"
-    assert last_step(run_dir) == STEPS, reports[0]
-    assert reports[0].result.bits_per_byte is not None
+    reports = with_fault(2 * tp, last_only, run_dir, Fault(rank=dies, step=2))
+    assert reports[dies].reason == "killed by SIGKILL"
+    assert last_step(run_dir) == 2, reports[1 - dies]
+    assert reports[1 - dies].result.bits_per_byte is not None
 
 
 @pytest.mark.parametrize("place", ["row", "commit"])
-def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(place, run_dir):
+def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(
+    place, alone, run_dir
+):
     """The rank that writes dies in between; or it alone hears of a failure after all are ready."""
     fault = Fault(rank=0, step=2, place=place)
     reports = with_fault(2, config(ParallelConfig(dp=2)), run_dir, fault)
@@ -193,8 +208,12 @@ def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     # The row of the step with the fault was noted before it.
     assert [row["generation"] for row in rows] == [0, 0, 0, 1, 1]
+    # A replica that is left alone reads the rows of both.
+    assert_rows_as(alone, rows)
 
 
+# Short runs go back to a checkpoint in test_lost_replica and test_owned_moments_run.
+@pytest.mark.soak
 def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(run_dir):
     """Without another replica, what the dead rank held comes from the checkpoint, if it has one."""
     fault = Fault(rank=1, step=3)
@@ -230,9 +249,10 @@ def test_a_run_that_is_started_again_at_its_end_adds_no_row(run_dir):
     evaluated = dataclasses.replace(base, train=dataclasses.replace(base.train, eval_every=STEPS))
     bits, rows = [], []
     for _ in range(2):
-        report = with_fault(1, evaluated, run_dir, Fault(rank=1, step=0))[0]
-        assert report.has_finished, report
-        bits.append(report.result.bits_per_byte)
+        with ResilientRanks(1) as processes, without_pictures():
+            asked = validate_resilient(evaluated, 1)
+            run = ResilientRun(processes.place(0), asked, run_dir, io.StringIO())
+            bits.append(run.go().bits_per_byte)
         rows.append((run_dir / "metrics.jsonl").read_text())
     assert bits[0] == bits[1] is not None
     assert rows[0] == rows[1]
