@@ -61,7 +61,7 @@ def test_other_weights_are_refused_by_the_run_and_by_its_dry_run_alike(text, tmp
 
 def test_the_dry_run_tells_each_source_and_keeps_no_tokens(text, tmp_path, monkeypatch):
     # This machine, which is no matter here, is measured for a moment only.
-    monkeypatch.setattr(dry_run_module, "_REPLAY_S", 0.05)
+    monkeypatch.setattr(dry_run_module, "_REPLAY_S", 0.01)
     cache = tmp_path / "cache"
     config = apply_overrides(recipes.tiny(), [*mixture(text), f"data.cache={cache}"])
     needs = str(dry_run(config, tmp_path / "run", 1))

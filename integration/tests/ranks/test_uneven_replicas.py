@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"qk_norm": True, "attention_gate": True, "qkv_bias": True},
     "tied": {"tie_embeddings": True},
     "recurrent": {"pattern": "GM"},
-    "hybrid": {"pattern": "GGGA", "layers": 4},
+    "hybrid": {"pattern": "GA"},
     "experts": {"experts": 4, "moe_every": 2, "shared_expert_width": 9, "shared_expert_gate": True},
 }
 
