@@ -7,6 +7,7 @@ would compile: Triton itself derives types and alignment from the arguments.
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
@@ -60,7 +61,13 @@ class CompiledKernel:
 
     def machine_code(self) -> str:
         """The instructions of the device as text. Raises FileNotFoundError without nvdisasm."""
-        return _run_tool("nvdisasm", ("-c",), self.cubin)
+        # An analysis of branches is most of its time, and changes nothing in the text.
+        return _run_tool("nvdisasm", ("-c", "-ndf"), self.cubin)
+
+    def subroutines(self) -> set[str]:
+        """Names of the functions that the kernel calls, such as a division of 64 bits."""
+        kernel = re.findall(r"\.entry (\w+)", self.ptx)
+        return _functions_of(self.cubin) - {*kernel}
 
     def resources(self) -> dict[str, int]:
         """Use of REG (registers of a thread), STACK, SHARED and LOCAL (bytes), by these names.
@@ -227,6 +234,26 @@ def _tool(name: str) -> Path:
     if not tool.exists():
         raise FileNotFoundError(f"this build of Triton comes without {name}")
     return tool
+
+
+# Of an ELF file of 64 bits: a table of symbols, one of them, and one that is code.
+_SYMBOL_TABLE, _SYMBOL, _FUNCTION = 2, struct.Struct("<IBBHQQ"), 2
+
+
+def _functions_of(elf: bytes) -> set[str]:
+    """The names of all code in the file."""
+    first, size, number = (*struct.unpack_from("<Q", elf, 40), *struct.unpack_from("<2H", elf, 58))
+    # Of a section: its type, where it lies, its bytes, and the section that has its names.
+    sections = [struct.unpack_from("<4xI16x2QI", elf, first + size * i) for i in range(number)]
+    found = set()
+    for kind, begin, length, names in sections:
+        if kind != _SYMBOL_TABLE:
+            continue
+        for name, info, *_ in _SYMBOL.iter_unpack(elf[begin : begin + length]):
+            if info & 15 == _FUNCTION:
+                at = sections[names][1] + name
+                found.add(elf[at : elf.index(0, at)].decode())
+    return found
 
 
 @cache

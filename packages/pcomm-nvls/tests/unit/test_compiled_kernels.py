@@ -176,7 +176,7 @@ def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
     assert summed == ({whole} if sums and multicast else set())
     assert case in ROW_CASES or found[whole] == len(summed)
     # A division of 64 bits would be a subroutine; a norm has some for denormal numbers.
-    called = {*re.findall(r"CALL\S* `\((\S+)\)", kernel.machine_code())}
+    called = kernel.subroutines()
     assert all(name.endswith("_f32_slowpath") for name in called), called
     assert not called or "add" in case
     usage = kernel.resources()
@@ -216,7 +216,7 @@ def test_four_vectors_are_on_the_way_before_a_thread_stores_the_first(case: str)
     usage = made.resources()
     assert usage["STACK"] == usage["LOCAL"] == 0
     # A division of 64 bits would be a subroutine.
-    assert "CALL" not in made.machine_code()
+    assert made.subroutines() == set()
 
 
 def test_a_signal_waits_for_one_load_and_a_barrier_of_the_block() -> None:
@@ -326,6 +326,17 @@ def test_machine_code_shows_a_sum_that_is_not_in_fp32() -> None:
     ptx = compiled("reduce_scatter bf16", "multicast", 90).ptx
     code = assemble(ptx.replace(".acc::f32", ""), 90).machine_code()
     assert summing(code) == {"LDGMC.E.ADD.BF16x8.RN.STRONG.SYS"}
+
+
+def test_a_division_of_64_bits_is_found_among_the_subroutines() -> None:
+    ptx = compiled("all_gather", "multicast", 90).ptx
+    divided = ptx.replace(
+        "\tret;",
+        ".reg .b64 %n;\nmov.u64 %n, %clock64;\ndiv.s64 %n, 7, %n;\n"
+        "st.volatile.global.b64 [%n], %n;\n\tret;",
+    )
+    (found,) = assemble(divided, 90).subroutines()
+    assert found.endswith("_div_s64")
 
 
 def summing(code: str) -> set[str]:
