@@ -135,10 +135,10 @@ def test_any_pack_gives_what_tokens_give(
 
 @CORES
 def test_torch_finds_the_same_gradients_by_differences(core: Any) -> None:
-    inputs = core.inputs((3, 0, 5), **core.small)
+    inputs = core.inputs((1, 0, 5), **core.small)
 
     def chunked(*tensors: Tensor) -> Tensors:
-        return core.run(type(inputs)(*tensors), (0, 3, 3, 8), 2)  # type: ignore[no-any-return]
+        return core.run(type(inputs)(*tensors), (0, 1, 1, 6), 2)  # type: ignore[no-any-return]
 
     assert torch.autograd.gradcheck(chunked, tuple(inputs))
 

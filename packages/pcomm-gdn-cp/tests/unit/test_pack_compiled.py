@@ -104,7 +104,7 @@ def test_machine_code_of_hopper_has_128_bit_accesses(case: str, tmp_path: Path) 
     file = tmp_path / "kernel.cubin"
     file.write_bytes(compiled(case, 4, 90).asm["cubin"])
     found = subprocess.run(
-        [disassembler, "-c", file], capture_output=True, text=True, check=True
+        [disassembler, "-c", "-ndf", file], capture_output=True, text=True, check=True
     ).stdout
     assert re.search(r"\bLDG\.E\.128\b", found)
     assert re.search(r"\bSTG\.E\.128\b", found)
