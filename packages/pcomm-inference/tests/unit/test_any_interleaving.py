@@ -159,7 +159,7 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("number", [50, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [25, pytest.param(500, marks=pytest.mark.soak)])
 def test_each_request_gets_the_tokens_that_it_gets_alone(kind, number):
     @settings(max_examples=number)
     @given(

@@ -148,9 +148,11 @@ def run_cases(rank: int, size: int, num_cases: int) -> None:
                 raise AssertionError(f"{number}: {case.__dict__}") from problem
 
 
+# Ten have each form of 8 bits once.
+@pytest.mark.parametrize("num_cases", [10, pytest.param(40, marks=pytest.mark.soak)])
 @ranks(2)
-def test_two_ranks_add_and_norm_rows(rank: int) -> None:
-    run_cases(rank, 2, 20)
+def test_two_ranks_add_and_norm_rows(rank: int, num_cases: int) -> None:
+    run_cases(rank, 2, num_cases)
 
 
 @ranks(3)

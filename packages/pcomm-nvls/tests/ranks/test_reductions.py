@@ -147,9 +147,10 @@ def workspaces(max_bytes: int = 1 << 18) -> Iterator[list[Any]]:
         yield [first, second]
 
 
+@pytest.mark.parametrize("num_cases", [15, pytest.param(48, marks=pytest.mark.soak)])
 @ranks(2)
-def test_two_ranks(rank: int) -> None:
-    run_cases(rank, 2, 24)
+def test_two_ranks(rank: int, num_cases: int) -> None:
+    run_cases(rank, 2, num_cases)
 
 
 @ranks(3)

@@ -16,7 +16,7 @@ SHIPPED = WorkspaceProtocol(slots=SLOTS, lamport_slots=LAMPORT_SLOTS)
 KINDS = (*BARRIER_KINDS, *LAMPORT_KINDS)
 # One of each way to share memory: a slot that all write, one that two phases use, two of Lamport.
 FEW_KINDS = ("all_gather", "all_reduce_two_shot", "lamport_all_reduce", "lamport_gather")
-NUM_LONG = 200
+NUM_LONG = (80, pytest.param(400, marks=pytest.mark.soak))
 
 
 def alphabet(kinds, *counts, ctas=(1,)):
@@ -142,9 +142,10 @@ def test_all_operations_with_all_counts_and_grids():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_long_sequences_of_anything(size):
+@pytest.mark.parametrize("number", NUM_LONG)
+def test_long_sequences_of_anything(size, number):
     chance = random.Random(size)
-    for _ in range(NUM_LONG // size):
+    for _ in range(number // size):
         operations = [
             Operation(
                 chance.choice(KINDS),
