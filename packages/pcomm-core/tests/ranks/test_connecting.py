@@ -177,7 +177,7 @@ def test_a_thread_of_gloo_that_is_late_is_waited_for() -> None:
             ours = held.enter_context(_communicator_like())
         # The time that it has run, which ends below the limit when it closes the connection.
         run_s = itertools.chain((0.0,) * 20, itertools.count(0.0, 0.01))
-        held.enter_context(mock.patch.object(communicators, "_run_s", lambda _: next(run_s)))
+        held.enter_context(mock.patch.object(communicators, "_run_s", side_effect=run_s))
         pauses = iter(range(40))
 
         def pause(_: float) -> None:
