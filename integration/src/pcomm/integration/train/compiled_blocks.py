@@ -27,6 +27,12 @@ class CompiledBlocks:
     """
 
     def __init__(self, model: nn.Module, *, backend: str = "inductor") -> None:
+        # Of graphs that fit the same sizes, the first one is taken each time, not the one that ran
+        # last: a block that is computed again must save what it saved before (pytorch#166926). It
+        # holds for the process, in which it changes no number. Not every torch has it.
+        orders_by_use = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
+        if orders_by_use is not None:
+            orders_by_use(False)
         blocks = model.get_submodule("blocks").children()
         self._compiled = [(x, torch.compile(x.forward, backend=backend)) for x in blocks]
         self._put_in()
