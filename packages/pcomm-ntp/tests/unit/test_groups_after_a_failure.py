@@ -5,9 +5,6 @@ Decision 31 rests on these numbers.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from pcomm.core import Topology
@@ -17,7 +14,6 @@ from pcomm.ntp.planning.plan import plan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.sync.grad_groups import all_tensor_groups, grad_groups
 
-DECISIONS = Path(__file__).parents[4] / "docs" / "decisions"
 Ranks = tuple[int, ...]
 
 
@@ -43,12 +39,7 @@ def test_of_the_case_in_the_decision_two_groups_only_lose_a_rank():
     shrunk, same, new = compared(2, 8, 32, lost=3)
     assert shrunk == {(0, 1, 2, 4, 5, 6, 7), tuple(rank for rank in range(16) if rank != 3)}
     assert (len(same), len(new)) == (8, 6)
-    in_new = {rank for ranks in new for rank in ranks}
-    (text,) = (path.read_text() for path in DECISIONS.glob("0031-*.md"))
-    told = " ".join(text.split())
-    assert f"of the {len(shrunk | same | new)} groups of the next generation {len(shrunk)} " in told
-    assert f"{len(same)} have the ranks they had, and {len(new)} are new sets" in told
-    assert re.search(rf"in which {len(in_new)} of the 15 ranks are", told)
+    assert len({rank for ranks in new for rank in ranks}) == 11
 
 
 @pytest.mark.parametrize(("dp", "tp", "units"), [(2, 4, 12), (4, 8, 32), (16, 8, 64)])
