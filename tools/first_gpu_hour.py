@@ -69,9 +69,9 @@ class Stage:
     """Commands that answer one question.
 
     Args:
-        number: Place of the stage.
-        question: What its lines answer.
-        commands: Processes, one after another.
+        number: Number of the stage, from 0, as `--from` takes it.
+        question: The question that its lines answer, in words.
+        commands: Commands that run one after another, each in a process of its own.
     """
 
     number: int

@@ -186,8 +186,8 @@ def table(found: Sequence[Joined], device: str) -> str:
     number.
 
     Args:
-        found: Predictions that were joined.
-        device: What it ran on, in words; empty for no GPU.
+        found: Predictions with their measurements, from `join`.
+        device: Name of the GPU that was measured; empty for none.
     """
     measured = [one for one in found if one.measured is not None]
     text = f"# Predictions beside measurements\n\nOn {device or 'no GPU'}: {len(measured)} of "

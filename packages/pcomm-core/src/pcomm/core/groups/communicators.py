@@ -382,9 +382,9 @@ class OwnConnections:
 
         On return gloo has closed them, so that what had arrived before is written, and nothing
         else will be. An operation of which a message had arrived, or was sent, in part is the one
-        that gloo does not end: its wait lasts until the time limit of the communicator. If nobody
-        waits for it any more, gloo's thread turns around the message until the communicator is
-        freed, which is what follows.
+        that gloo does not end: its wait lasts until the time limit of the communicator. If such an
+        operation has ended before, gloo's thread polls the connection in a busy loop and never
+        closes it; this returns then, and freeing the communicator, which follows, ends the loop.
         """
         for number, identity in self._found.items():
             # A number of our own, which stays open between the comparison and the call.

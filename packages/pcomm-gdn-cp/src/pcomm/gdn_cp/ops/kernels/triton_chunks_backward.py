@@ -61,7 +61,8 @@ __all__ = [
     "finish_launch",
 ]
 
-# Columns of a state for one that goes back through reads, and at a time for one that collects.
+# Columns of a state for a program that goes back through reads, and for a step of one that
+# collects.
 _READ_COLUMNS, _COLUMNS = 64, 32
 # Most value heads of one program that collects, one after the other.
 _MOST_HEADS = 4
