@@ -373,6 +373,13 @@ def test_a_weight_that_the_embedding_keeps_and_one_that_two_layers_share() -> No
     # One parameter, without memory.
     assert first.weight is second.weight
     assert first.weight.is_meta
+    # One after the other: the first call leaves the weight to the other layer.
+    first, second = nn.Linear(128, 128), nn.Linear(128, 128)
+    second.weight = first.weight
+    both = nn.ModuleList([first, second]).bfloat16()
+    for name in ("0", "1"):
+        assert pack_weights(both, only=(name,)) == (name,)
+        assert first.weight is second.weight
 
 
 @torch.inference_mode()

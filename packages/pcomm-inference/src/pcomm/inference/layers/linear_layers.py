@@ -105,7 +105,7 @@ def replace_weights(
     Returns:
         Names of the layers that were changed.
     """
-    shared, tied = _weights_of_several(layers.values()), _weights_of_others(model)
+    shared, tied = _weights_of_several(layers.values()), _weights_of_others(model, layers.values())
     made: dict[int, WeightProduct | None] = {}
     in_place: dict[int, nn.Parameter] = {}
     # A weight whose product others wait for is kept, so that no other tensor can get its id.
@@ -140,12 +140,13 @@ def _weights_of_several(layers: Iterable[nn.Module]) -> set[int]:
     return shared
 
 
-def _weights_of_others(model: nn.Module) -> dict[int, nn.Parameter]:
-    """The parameters by id that a module keeps whose weight is not replaced, as an embedding's."""
+def _weights_of_others(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """The parameters by id that other modules of a model keep, such as the embedding."""
+    replaced = set(layers)
     return {
         id(one): one
         for module in model.modules()
-        if not _has_own_weight(module) and "weight_product" not in module.__dict__
+        if module not in replaced
         for one in module.parameters(recurse=False)
     }
 
