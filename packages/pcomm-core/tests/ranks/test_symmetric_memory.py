@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from core_support.mappings import shared_mappings
 from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import (
     ClosedError,
@@ -39,27 +40,24 @@ WAIT_S = 120.0
 MIB = 1 << 20
 
 
-def mappings() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
-
-
-def held() -> tuple[list[str], list[str], int]:
-    """Mappings and descriptors of /dev/shm, and threads of this process."""
+def held() -> tuple[list[str], int]:
+    """Descriptors of /dev/shm, and threads of this process."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
         # Others, such as sockets of the world, come and go.
         with suppress(FileNotFoundError):
             target = os.readlink(f"/proc/self/fd/{name}")
             descriptors += [target] if "/dev/shm" in target else []
-    return mappings(), descriptors, threading.active_count()
+    return descriptors, threading.active_count()
 
 
 @contextmanager
-def nothing_is_left() -> Iterator[None]:
-    before = held()
-    yield
-    after = held()
-    assert after == before
+def nothing_is_left() -> Iterator[Callable[[], int]]:
+    """Gives what counts the mappings of shared memory that were made since."""
+    mapped, before = shared_mappings(), held()
+    yield lambda: len(shared_mappings() - mapped)
+    assert not shared_mappings() - mapped
+    assert held() == before
 
 
 def meet(group: Group) -> None:
@@ -72,7 +70,7 @@ def byte_at(address: int) -> int:
 
 @ranks(3)
 def test_two_memories_at_once_are_read_by_all_ranks(rank: int) -> None:
-    with nothing_is_left():
+    with nothing_is_left() as num_mapped:
         with open_groups(Topology({"tp": 3}), ["tp"], timeout_s=WAIT_S) as groups:
             group = groups["tp"]
             one = SymmetricMemory.open(group, 5001, signal_bytes=12)
@@ -107,14 +105,14 @@ def test_two_memories_at_once_are_read_by_all_ranks(rank: int) -> None:
             with pytest.raises(ClosedError, match=f"rank {rank} of 3 was closed"):
                 one.buffer()
             assert two.buffer((rank + 1) % 3)[0] == 10 + (rank + 1) % 3 + 1
-            assert len(mappings()) == 1
+            assert num_mapped() == 1
             view = two.buffer((rank + 1) % 3)[8:16]
             meet(group)
         # The groups have closed the second one; the mapping waits for the last tensor in it.
         with pytest.raises(ClosedError):
             two.signal_pad()
         assert view.unique().tolist() == [10 + (rank + 1) % 3 + 1]
-        assert len(mappings()) == 1
+        assert num_mapped() == 1
         del view
 
 
@@ -126,10 +124,10 @@ def group_device() -> torch.device:
 def test_twenty_times_leave_nothing(rank: int) -> None:
     with open_groups(Topology({"tp": 2}), ["tp"], timeout_s=WAIT_S) as groups:
         SymmetricMemory.open(groups["tp"], MIB).close()
-        with nothing_is_left():
+        with nothing_is_left() as num_mapped:
             for turn in range(20):
                 memory = SymmetricMemory.open(groups["tp"], MIB + turn)
-                assert len(mappings()) == 1
+                assert num_mapped() == 1
                 memory.buffer().fill_(turn)
                 memory.close()
                 memory.close()
@@ -151,7 +149,10 @@ def failing(phase: str, after: bool) -> Iterator[None]:
 
 @ranks(3)
 def test_what_fails_on_one_rank_is_undone_on_all(rank: int) -> None:
-    with open_groups(Topology({"tp": 3}), ["tp"], timeout_s=WAIT_S) as groups, nothing_is_left():
+    with (
+        open_groups(Topology({"tp": 3}), ["tp"], timeout_s=WAIT_S) as groups,
+        nothing_is_left() as num_mapped,
+    ):
         group = groups["tp"]
         for phase in ("allocate", "rendezvous"):
             for culprit in range(3):
@@ -165,7 +166,7 @@ def test_what_fails_on_one_rank_is_undone_on_all(rank: int) -> None:
                     assert f"no {phase}" in str(caught.value)
                     assert is_me or f"rank {culprit}: UnsupportedError: test" in str(caught.value)
                     del caught
-                    assert mappings() == []
+                    assert num_mapped() == 0
         memory = SymmetricMemory.open(group, 64)
         assert memory.buffer(2).numel() == 64
         memory.close()
@@ -174,7 +175,10 @@ def test_what_fails_on_one_rank_is_undone_on_all(rank: int) -> None:
 
 @ranks(2)
 def test_what_cannot_be_had_is_an_error_on_every_rank(rank: int) -> None:
-    with open_groups(Topology({"tp": 2}), ["tp"], timeout_s=WAIT_S) as groups, nothing_is_left():
+    with (
+        open_groups(Topology({"tp": 2}), ["tp"], timeout_s=WAIT_S) as groups,
+        nothing_is_left() as num_mapped,
+    ):
         group = groups["tp"]
         with pytest.raises(DivergenceError, match=r"rank 0 has '64 .*rank 1 has '80 "):
             SymmetricMemory.open(group, 64 + 16 * rank)
@@ -204,7 +208,7 @@ def test_what_cannot_be_had_is_an_error_on_every_rank(rank: int) -> None:
             # It is given back here also where the other rank does not come.
             with pytest.raises(PcommError, match=r"ranks \[1\] of 2"):
                 memory.close()
-            assert mappings() == []
+            assert num_mapped() == 0
         meet(group)
         if rank == 1:
             with pytest.raises(PcommError, match=r"ranks \[1\] of 2"):

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import os
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+from core_support.mappings import shared_mappings
 from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
 from pcomm.core.groups.group import Closing, Group
 from pcomm.core.memory.backing import Segments
@@ -98,7 +98,7 @@ def test_one_rank_needs_no_store(backend: str) -> None:
 
 
 def test_a_full_file_system_is_told_before_memory_is_touched() -> None:
-    group, mapped = Group("tp", (0,), None), shared_memory_mapped()
+    group, mapped = Group("tp", (0,), None), shared_mappings()
 
     def open_with(free: int) -> None:
         room = SimpleNamespace(f_bavail=free, f_frsize=4096)
@@ -116,13 +116,7 @@ def test_a_full_file_system_is_told_before_memory_is_touched() -> None:
         pytest.raises(UnsupportedError, match=r"OSError: .*No space left"),
     ):
         open_with(2)
-    assert shared_memory_mapped() == mapped
-
-
-def shared_memory_mapped() -> list[str]:
-    """Files of /dev/shm in the memory of this process, such as semaphores of a library."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in maps if "/dev/shm" in line]
+    assert not shared_mappings() - mapped
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from core_support.mappings import shared_mappings
 from nvls_support.emulation import emulate, opened
 from pcomm import nvls
 from pcomm.core.control.without_control import control_of_group
@@ -154,15 +154,10 @@ STAGES: list[tuple[Callable[[str, int], Any], str, bool, str]] = [
 ]
 
 
-def num_mapped() -> int:
-    """Mappings of shared memory files in this process."""
-    return Path("/proc/self/maps").read_text().count(" /dev/shm/")
-
-
 @ranks(2)
 def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None:
     emulate()
-    x, before = torch.arange(8.0) + 8 * rank, num_mapped()
+    x, before = torch.arange(8.0) + 8 * rank, shared_mappings()
     for patch, stage, is_usable, words in STAGES:
         for failing in range(2):
             with patch(stage, rank) if rank == failing else nullcontext():
@@ -172,7 +167,7 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
                 assert (found.multicast, found.peers) == (False, is_usable)
                 assert (workspace.memory is not None) == is_usable
                 assert "\n" not in found.multicast_reason
-                assert num_mapped() == before + is_usable
+                assert len(shared_mappings() - before) == is_usable
                 if rank == failing or patch is fail_in_preparation:
                     assert words.format(rank=failing) in found.multicast_reason
                 gathered = nvls.all_gather_into_tensor(x, workspace=workspace)
@@ -181,7 +176,7 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
                 if not is_usable:
                     with pytest.raises(UnsupportedError, match="no pointers to peers"):
                         nvls.all_gather_into_tensor(x, workspace=workspace, strict=True)
-            assert num_mapped() == before
+            assert not shared_mappings() - before
 
 
 def test_a_group_of_one_and_one_that_is_too_large() -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from core_support.mappings import shared_mappings
 from nvls_support.emulation import emulate
 from nvls_support.refusals import refused
 from pcomm import nvls
@@ -208,12 +209,12 @@ def test_two_groups_at_once_and_many_one_after_the_other(rank: int) -> None:
                 assert_equal(made.all_reduce(x), torch.arange(8.0) * 3)
         assert one.workspace.num_launches == 2 * other.workspace.num_launches == 4
     refused(ClosedError, "the workspace is closed", one.all_reduce, x)
-    mapped, files = num_mapped(), num_files()
+    mapped, files = shared_mappings(), num_files()
     for _ in range(8):
         with opened(max_bytes=4096) as made:
-            assert num_mapped() > mapped
+            assert shared_mappings() - mapped
             assert_equal(made.all_gather(x[:4]).sum(), torch.tensor(18.0))
-    assert num_mapped() == mapped
+    assert not shared_mappings() - mapped
     # Connections of an earlier test may close meanwhile, so there can be fewer.
     wait_until(lambda: num_files() <= files, "the end of the files of the workspaces")
 
@@ -223,7 +224,7 @@ def test_groups_open_a_workspace_for_each_communicator_and_close_it(rank: int) -
     emulate()
     from pcomm.nvls._nvls_collectives import NvlsCollectives
 
-    mapped, x = num_mapped(), torch.ones(4)
+    mapped, x = shared_mappings(), torch.ones(4)
     topology, names = Topology({"tp": 2, "pp": 1}), ["tp", ("tp", "gather"), "pp"]
     with open_groups(topology, names, collectives=nvls.nvls_collectives(4096)) as groups:
         first, second = groups["tp"].collectives, groups["tp", "gather"].collectives
@@ -234,19 +235,14 @@ def test_groups_open_a_workspace_for_each_communicator_and_close_it(rank: int) -
             assert_equal(groups["tp"].differentiable.all_reduce(x), 2 * x)
             assert_equal(second.all_gather(x), torch.ones(8))
         assert (first.workspace.num_launches, second.workspace.num_launches) == (3, 3)
-        assert num_mapped() > mapped
-    assert num_mapped() == mapped
+        assert shared_mappings() - mapped
+    assert not shared_mappings() - mapped
     with pytest.raises(ClosedError):
         first.all_reduce(x)
     # Ranks that ask for different ones get no groups, and leave nothing behind.
     with pytest.raises(DivergenceError, match="max_bytes"):
         open_groups(topology, ["tp"], collectives=nvls.nvls_collectives(4096 * (rank + 1)))
-    assert num_mapped() == mapped
-
-
-def num_mapped() -> int:
-    """Mappings of shared memory files in this process."""
-    return Path("/proc/self/maps").read_text().count(" /dev/shm/")
+    assert not shared_mappings() - mapped
 
 
 def num_files() -> int:
