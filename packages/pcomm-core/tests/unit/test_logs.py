@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -141,9 +142,13 @@ def test_the_error_that_ends_a_command_is_said_once(capsys: pytest.CaptureFixtur
 def test_torchrun_is_told_and_shows_the_first_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The oracle is torchrun's own reader of these files, and the text that it prints."""
+    """The oracle is torchrun's own reader of these files, and the text that it prints.
+
+    The rank that failed is slow: it says so half a minute after the one that waited for it.
+    """
     failures = {}
-    for rank, error in enumerate((PEER, CONFIG)):
+    for rank, (error, now) in enumerate(((PEER, 1000.0), (CONFIG, 1030.0))):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
         file = tmp_path / f"{rank}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         logs.configure("info", rank, size=2)

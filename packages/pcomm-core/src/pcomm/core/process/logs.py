@@ -183,7 +183,8 @@ def tell_error(error: PcommError) -> None:
 
     Torchrun prints the errors of its processes when all have ended, below a traceback of its own;
     it is told in place of stderr, so that the text is there once. Of a process that it starts again
-    it prints none, so stderr is told. An error of another rank counts as later than that one.
+    it prints none, so stderr is told. It takes the earliest error for the cause: what another rank
+    has met is dated a minute later, since a rank that fails may be the last one to say so.
     """
     text = f"{type(error).__name__}: {error}"
     record = logging.LogRecord("pcomm", logging.ERROR, "", 0, "%s", (text,), None)
@@ -205,12 +206,16 @@ def _is_started_again() -> bool:
     return all(map(str.isdecimal, starts)) and int(starts[0]) < int(starts[1])
 
 
+# Torchrun counts whole seconds, and a process under load takes several to end.
+_LATER_S = 60
+
+
 def _tell_launcher(text: str, *, is_consequence: bool) -> bool:
     """Leave an error where torchrun looks for it; False where nobody does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or _is_started_again():
         return False
-    told_at = int(time.time()) + is_consequence
+    told_at = int(time.time()) + (_LATER_S if is_consequence else 0)
     # What another rank has met is told there in whole.
     shown = text.partition("\n")[0] if is_consequence else text
     said = {"message": {"message": shown, "extraInfo": {"timestamp": str(told_at)}}}
