@@ -96,12 +96,12 @@ def _measured(name: str, limit_s: float) -> Command:
 
 
 _VERSIONS = (
-    "import sys, torch, json; from importlib.metadata import version as v; "
+    "import sys, torch, json, pcomm.core; from importlib.metadata import version as v; "
     "from importlib.util import find_spec as f; "
     "print(json.dumps({'python': sys.version.split()[0], 'torch': torch.__version__, "
     "'cuda': torch.version.cuda, 'triton': v('triton') if f('triton') else None, "
     "**{name: bool(f(name)) for name in ('fla', 'transformers', 'pytest', 'hypothesis')}, "
-    "'pcomm': v('pcomm-core'), 'devices': torch.cuda.device_count(), "
+    "'pcomm': pcomm.core.__version__, 'devices': torch.cuda.device_count(), "
     "'names': [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]}))"
 )
 _MULTICAST = (

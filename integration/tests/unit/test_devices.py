@@ -51,3 +51,26 @@ def test_a_run_says_on_what_it_computes_and_warns_of_gpus_without_work(
     assert first == f'{line} (train.dtype = "auto": the GPU has it)'
     is_told = num_gpus > 0 and device == CPU and rank == 0
     assert [LEFT_OUT in warning for warning in warnings] == [True] * is_told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "why", "device", "rank", "is_warned"),
+    [
+        ("fp32", "", GPU, 0, True),
+        ("fp32", "", GPU, 1, False),
+        ("bf16", "", GPU, 0, False),
+        ("fp32", "the GPU has no bf16", GPU, 0, False),
+        ("fp32", "", CPU, 0, False),
+    ],
+)
+def test_what_fp32_leaves_unused_of_a_gpu_is_said(
+    dtype, why, device, rank, is_warned, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == GPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an H100")
+    with caplog.at_level(logging.WARNING, "pcomm.train"):
+        tell_device(dtype, why, 2, device, rank=rank)
+    assert ['train.dtype = "auto" takes bf16' in line for line in caplog.messages] == (
+        [True] * is_warned
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -14,10 +17,12 @@ from pcomm.core.errors import (
     PeerTimeoutError,
     TopologyError,
 )
+from pcomm.core.face import version_of
 from pcomm.core.process import RankPlace, RankReport
 from pcomm.core.process.store_server import open_store
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.commands import train_resilient
+from pcomm.integration.config.sections import Config
 from pcomm.integration.config.toml import apply_overrides, load_config
 from pcomm.integration.train.resilient import cause
 from pcomm.integration.train.run_folder import hold_folder, share_folder
@@ -114,3 +119,23 @@ def test_a_folder_is_of_one_job_and_free_when_its_last_rank_has_left(tmp_path):
 def test_a_launcher_starts_again_what_can_go_on(error, code):
     made = error("a test", found="nothing", why="A fault.", fix="Go on.")
     assert train_resilient.exit_code_of(made) == code
+
+
+def test_a_job_of_sources_that_are_not_installed_is_compared_all_the_same(tmp_path, monkeypatch):
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setitem(version_of.__globals__, "version", version)
+    facts = train_resilient._facts(Config(), tmp_path, 2)
+    assert facts["the version of pcomm-core"] == "0+source"
+    assert facts["the number of ranks"] == "2"
+
+
+def test_the_first_rank_says_on_what_a_run_computes(tmp_path, caplog):
+    run_words(write_words(tmp_path / "text"), tmp_path / "run", "train.steps=2")
+    config = load_config(tmp_path / "run" / "config.toml")
+    caplog.clear()
+    with ExitStack() as held, caplog.at_level(logging.INFO, "pcomm.train"):
+        train_resilient._prepare(config, tmp_path / "run", 1, "a job", held)
+    assert [line for line in caplog.messages if "on the CPU" in line] == ["1 rank on the CPU, fp32"]

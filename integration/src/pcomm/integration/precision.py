@@ -132,7 +132,7 @@ def names_used_in_bf16(model: nn.Module) -> frozenset[str]:
 
 
 def tell_device(dtype: str, why: str, num_ranks: int, device: torch.device, *, rank: int) -> None:
-    """Log on what a run computes, in one line, and a warning if GPUs have no work. Local.
+    """Log on what a run computes, in one line, and what GPUs are not used for. Local.
 
     Args:
         dtype: Format that the run computes in.
@@ -155,4 +155,9 @@ def tell_device(dtype: str, why: str, num_ranks: int, device: torch.device, *, r
             "options, without --ranks and --resilient",
             num_gpus,
             num_gpus,
+        )
+    if device.type == "cuda" and dtype == "fp32" and not why and rank == 0:
+        _log.warning(
+            "fp32 keeps products off the tensor cores of the GPU, and attention off flash kernels; "
+            'train.dtype = "auto" takes bf16 where the GPU has it'
         )

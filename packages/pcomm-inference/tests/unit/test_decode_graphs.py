@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pcomm.inference.engine import runner
+from pcomm.inference.engine.decode_graphs import DecodeGraphs
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
 from pcomm.inference.model import KVSpec, StateSpec
@@ -83,6 +84,19 @@ class NoMemory(Replay):
         raise MemoryError("out of memory")
 
 
+class RoomForOne(Replay):
+    """Has memory for one recording."""
+
+    def __init__(self):
+        self.num_recorded = 0
+
+    def record(self, body):
+        if self.num_recorded:
+            raise MemoryError("out of memory")
+        self.num_recorded += 1
+        return super().record(body)
+
+
 def tokens_of(recorder, prompts, **settings):
     model = OnDevice()
     with patch.object(runner, "recorder_for", lambda device: recorder):
@@ -128,3 +142,19 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why(recorder, rea
     assert found == eager
     assert stats.graph_sizes == ()
     assert stats.graph_refusal == reason
+
+
+def test_what_was_recorded_before_one_failed_is_replayed_on():
+    graphs = DecodeGraphs(
+        lambda packed, size: packed.repeat(size, 1),
+        lambda size: torch.zeros(1, dtype=torch.int64),
+        RoomForOne(),
+        max_requests=6,
+        device=torch.device("cpu"),
+    )
+    first = graphs.of(2)
+    # Neither another size nor, from then on, one that would have fitted.
+    assert [graphs.of(num_requests) for num_requests in (3, 5, 1)] == [None] * 3
+    assert (graphs.sizes, graphs.refusal) == ((2,), "MemoryError: out of memory")
+    assert graphs.of(2) is first
+    assert first.run(torch.tensor([7])).tolist() == [[7], [7]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ntp_support.refusals import refused
 from pcomm.core import Groups, Topology
 from pcomm.core.errors import ClosedError, ConfigError, LayoutError, UnsupportedError
+from pcomm.core.face import version_of
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp import NtpPlan, Session, TrainState, Units
@@ -144,6 +146,18 @@ def test_backends_that_are_not_there_are_refused_and_nccl_sets_its_variables(mon
     with pytest.warns(UserWarning, match="never run on NCCL"):
         assert _device_of("nccl", device) == torch.device("cuda", 3)
     assert _device_of("gloo", torch.device("cpu")) == torch.device("cpu")
+
+
+def test_sources_that_are_not_installed_begin_a_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setitem(version_of.__globals__, "version", version)
+    with session_of(weight_of_one) as session:
+        assert session.generation == 0
 
 
 def test_a_session_that_was_closed_has_no_attempts() -> None:

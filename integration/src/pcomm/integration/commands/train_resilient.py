@@ -22,6 +22,7 @@ from pcomm.core.errors import (
     PeerTimeoutError,
     TopologyError,
 )
+from pcomm.core.face import version_of
 from pcomm.core.process import logs
 
 if TYPE_CHECKING:
@@ -126,8 +127,6 @@ def _with_dtype(config: Config, dtype: Dtype) -> Config:
 
 def _facts(config: Config, run_dir: Path, size: int) -> Mapping[str, str]:
     """What the job of a store is; the keys of a configuration by their names."""
-    from importlib.metadata import version
-
     from pcomm.integration.config.toml import to_dict
 
     keys = {
@@ -135,7 +134,7 @@ def _facts(config: Config, run_dir: Path, size: int) -> Mapping[str, str]:
         for section, values in to_dict(config).items()
         for key, value in values.items()
     }
-    versions = {f"the version of {name}": version(name) for name in ("pcomm-core", "torch")}
+    versions = {f"the version of {name}": version_of(name) for name in ("pcomm-core", "torch")}
     own = {"--out": str(run_dir.resolve()), "the number of ranks": str(size)}
     return {**own, **versions, **keys}
 

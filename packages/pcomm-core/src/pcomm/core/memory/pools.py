@@ -456,7 +456,8 @@ class Arena:
                 f"arena {self.name!r}: a buffer of {num_bytes} bytes",
                 found=f"memory at {address:#x}, in none of the {len(self._frozen)} segments",
                 why="The allocator took memory that is not registered, although there is room.",
-                fix="Use ordinary memory with this allocator; a captured graph has one of its own.",
+                fix="Reserve on the stream on which buffers are filled, and fill none in a "
+                "captured graph: each has blocks of its own. Or use ordinary memory.",
             )
 
     def signature(self) -> list[str]:

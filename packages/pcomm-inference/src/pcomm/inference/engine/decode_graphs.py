@@ -124,26 +124,25 @@ class DecodeGraphs:
     def of(self, num_requests: int) -> RecordedStep | None:
         """The step that so many requests are padded to; None to run eagerly.
 
-        A model whose step cannot be recorded, on any of the ranks that share it, runs eagerly from
-        then on, on all of them; `refusal` says why.
+        Once a step could not be recorded, on any of the ranks that share the model, no other is,
+        on all of them; `refusal` says why. Those that were recorded before serve their sizes on.
 
         Raises:
             Exception: The error of the warm-up, where ranks share the model: as in any step, they
                 may have come to different collectives.
             PeerError: The warm-up of another rank has failed.
         """
-        if self.refusal:
-            return None
         size = min(1 << (num_requests - 1).bit_length(), self._max_requests)
         found = self._recorded.get(size)
-        if found is None:
-            try:
-                found = self._recorded[size] = self._record(size)
-            except Exception as error:
-                self.refusal = str(error)
-                if isinstance(error, _RefusedError):
-                    return None
-                raise
+        if found is not None or self.refusal:
+            return found
+        try:
+            found = self._recorded[size] = self._record(size)
+        except Exception as error:
+            self.refusal = str(error)
+            if isinstance(error, _RefusedError):
+                return None
+            raise
         return found
 
     def _record(self, size: int) -> RecordedStep:

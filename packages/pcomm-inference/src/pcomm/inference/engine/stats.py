@@ -96,8 +96,8 @@ class EngineStats:
         drafted_tokens: Number of tokens that were guessed.
         accepted_tokens: Number of guesses that were right.
         graph_sizes: Numbers of requests of the decode steps that are replayed from graphs.
-        graph_refusal: The reason why decode steps cannot be recorded; empty where they can, and on
-            devices without graphs.
+        graph_refusal: The reason why no decode steps of other sizes are recorded; empty where they
+            are, and on devices without graphs.
         host_us: Median microseconds of the host in each phase of the last steps, by its name:
             `schedule`, `batch`, `model`, `sample`, `outputs`; the last one is text, what ends and
             what is kept. On a GPU `model` is the time to launch it, and `sample` waits for it.
@@ -137,7 +137,7 @@ class EngineStats:
         if self.drafted_tokens:
             lines.append(f"drafts: {self.accepted_tokens} right of {self.drafted_tokens}")
         if self.graph_sizes or self.graph_refusal:
-            lines.append(f"graphs: {self.graph_refusal or self.graph_sizes}")
+            lines.append(f"graphs: {self.graph_sizes or 'none'} {self.graph_refusal}".rstrip())
         if self.decode is not None:
             lines.append(str(self.decode))
         times = ", ".join(f"{phase} {time:.0f}" for phase, time in self.host_us.items())

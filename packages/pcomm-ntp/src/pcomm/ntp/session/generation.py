@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Generic, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from pcomm.core import Group, Groups, GroupSpec, Topology, open_groups
 from pcomm.core.control import Control
 from pcomm.core.errors import LayoutError, PeerTimeoutError, TopologyError
+from pcomm.core.face import version_of
 from pcomm.core.groups.spec import CommOptions
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
@@ -128,8 +128,8 @@ class Job:
         units = {name: str(own) for name, own in self.units.items()}
         digest = hashlib.blake2b(json.dumps(units, sort_keys=True).encode(), digest_size=8)
         return {
-            "pcomm-core": metadata.version("pcomm-core"),
-            "pcomm-ntp": metadata.version("pcomm-ntp"),
+            "pcomm-core": version_of("pcomm-core"),
+            "pcomm-ntp": version_of("pcomm-ntp"),
             "torch": torch.__version__,
             "topology": self.topology.describe(),
             "units": digest.hexdigest(),
