@@ -43,8 +43,8 @@ def quantize_int8(
     embeddings, norms, convolutions, parameters that a module multiplies by itself. An output layer
     whose weight is the embedding's gets int8 numbers of its own beside it. Layers are quantised one
     after the other, so that the old weight of one is freed before that of the next is read. They
-    refuse `state_dict`, gradients and conversions from then on. Under tensor parallelism each rank calls it for
-    its share: a scale is that of the row as the rank has it.
+    refuse `state_dict`, gradients and conversions from then on. Under tensor parallelism each rank
+    calls it for its share: a scale is that of the row as the rank has it.
 
     Args:
         model: Model on a CPU, whose linear layers are `nn.Linear`, `ColumnParallelLinear` or
