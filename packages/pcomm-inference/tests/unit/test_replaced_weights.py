@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError, UnsupportedError
@@ -125,6 +126,20 @@ def test_an_input_on_another_device_or_of_another_dtype_is_refused() -> None:
                 product(torch.empty(rows, 32, dtype=dtype, device="meta"), None)
             with pytest.raises(ConfigError, match=r"an input of torch\.float16 on cpu"):
                 product(torch.empty(rows, 32, dtype=torch.float16), None)
+
+
+@torch.inference_mode()
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_fake_input_has_the_shape_that_torch_gives_it() -> None:
+    for name, product, dtype in products():
+        for rows in (1, 3, 70):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                found = product(torch.empty(rows, 32, dtype=dtype), None)
+            assert isinstance(found, FakeTensor), name
+            assert (found.shape, found.dtype) == ((rows, 24), dtype)
+        # And as a linear layer of torch that is not fake refuses it, torch does.
+        with FakeTensorMode(), pytest.raises(AssertionError, match="FakeTensors"):
+            product(torch.empty(3, 32, dtype=dtype), None)
 
 
 UNCHANGED: list[Callable[[nn.Module], object]] = [
