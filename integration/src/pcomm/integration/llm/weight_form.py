@@ -21,6 +21,8 @@ __all__ = ["DTYPES", "WeightForm", "device_of", "dtype_of", "weight_form"]
 QUANTIZATIONS = ("int8",)
 """Names that `--quantization` takes."""
 
+_LAYERS = (ColumnParallelLinear, RowParallelLinear)
+
 
 @dataclass(frozen=True)
 class WeightForm:
@@ -48,7 +50,9 @@ class WeightForm:
             _share_memory(model)
 
         def filled(name: str) -> None:
-            self.replace(model, (name.rpartition(".")[0],))
+            place = name.rpartition(".")[0]
+            if isinstance(model.get_submodule(place), _LAYERS):
+                self.replace(model, (place,))
 
         return filled
 
@@ -136,7 +140,7 @@ def _check_batch_invariant(
 def _int8(model: nn.Module, names: Collection[str] | None) -> None:
     if names is None:
         # Those that are left, of which there may be none.
-        names = [name for name, _ in model.named_modules()]
+        names = [name for name, one in model.named_modules() if isinstance(one, _LAYERS)]
     quantize_int8(model, only=names)
 
 
@@ -151,7 +155,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _share_memory(model: LanguageModel) -> None:
-    layers = [m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
     # A head that is tied has the embedding's weight, which stays.
     weights = [layer.weight for layer in layers if layer.weight is not model.embedding.weight]
     shared = model.norm.weight.new_empty(max(weight.numel() for weight in weights))

@@ -1,4 +1,5 @@
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
+from pcomm.core.tensor_parallel.linear import ReplaceableLinear as ReplaceableLinear
 from pcomm.core.tensor_parallel.linear import RowParallelLinear as RowParallelLinear
 from pcomm.core.tensor_parallel.linear import WeightProduct as WeightProduct
 from pcomm.core.tensor_parallel.linear import check_no_gradient as check_no_gradient

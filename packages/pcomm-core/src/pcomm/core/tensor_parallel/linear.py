@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from pcomm.core.tensor_parallel.split import (
 __all__ = [
     "ColumnParallelLinear",
     "FastModule",
+    "ReplaceableLinear",
     "RowParallelLinear",
     "WeightProduct",
     "check_no_gradient",
@@ -71,8 +72,58 @@ class FastModule(nn.Module):
         return self.forward(x)
 
 
+class ReplaceableLinear(nn.Module):
+    """A linear layer whose weight can be replaced by a `WeightProduct`. Local.
+
+    From then on `to`, `half`, `cuda` and the like raise an `UnsupportedError` before they change
+    the layer, unless they leave its dtype and device as they are. So does another parameter
+    `weight`, which the product would not follow.
+    """
+
+    def check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a function of each tensor that would convert a replaced weight. Local.
+
+        Raises:
+            UnsupportedError: The function gives another dtype or device.
+        """
+        sample = self.__dict__.get("_sample_of_weight")
+        if sample is None:
+            return
+        found = fn(sample)
+        if (found.dtype, found.device) != (sample.dtype, sample.device):
+            raise UnsupportedError(
+                f"a conversion to {found.dtype} on {found.device}",
+                found=f"a linear layer whose weight of {sample.dtype} on {sample.device} was "
+                "replaced by its packed or quantised form",
+                why="That form has one dtype and one device.",
+                fix="Load the model again, and convert it before its weights are replaced.",
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.check_conversion(fn)
+        is_replaced = "weight_product" in self.__dict__
+        apply: Any = super()._apply
+        # What torch does with memory it cannot do with a parameter that has none.
+        result: Self = apply(lambda x: x if is_replaced and x.is_meta else fn(x), recurse)
+        return result
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See `nn.Module`; a replaced weight stays the parameter that it is."""
+        if name == "weight" and "weight_product" in self.__dict__:
+            if param is self._parameters.get("weight"):
+                return
+            raise UnsupportedError(
+                "another parameter `weight` for a linear layer",
+                found="a layer whose weight was replaced by its packed or quantised form",
+                why="The layer would go on with the old values.",
+                fix="Resize, tie or set weights before they are replaced, or put a new layer in "
+                "the place of this one.",
+            )
+        super().register_parameter(name, param)
+
+
 # Shape suffixes: T tokens, I input features, O output features; t, i, o one rank's shard.
-class ColumnParallelLinear(FastModule):
+class ColumnParallelLinear(ReplaceableLinear, FastModule):
     """`y = x W^T + b` where each rank holds some of the outputs.
 
     On one rank this is `F.linear` and nothing else. Otherwise collective: an all-gather of
@@ -160,7 +211,7 @@ class ColumnParallelLinear(FastModule):
         return self.collectives.all_gather(y, dim=-1, sizes=self.layout.sizes)
 
 
-class RowParallelLinear(FastModule):
+class RowParallelLinear(ReplaceableLinear, FastModule):
     """`y = x W^T + b` where each rank holds some of the inputs, and the results are summed.
 
     On one rank this is `F.linear` and nothing else. Otherwise collective: an all-reduce, or a
@@ -339,20 +390,30 @@ def forget_weight(layer: nn.Module, product: WeightProduct) -> None:
     if isinstance(layer.bias, nn.Parameter):
         # Nothing of the layer is trained from here on.
         layer.bias.requires_grad_(False)
+    layer.__dict__.setdefault("_sample_of_weight", weight.detach().new_empty(0))
+    without_memory = torch.empty_like(weight, device="meta")
+    layer._parameters["weight"] = nn.Parameter(without_memory, requires_grad=False)
     layer.weight_product = product  # type: ignore[assignment]
-    layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 
-def check_no_gradient(x: Tensor) -> None:
-    """Refuse an input whose gradient would be lost. Local.
+def check_no_gradient(layer: nn.Module, x: Tensor) -> None:
+    """Refuse a call in which a gradient would be lost. Local.
+
+    Args:
+        layer: Layer whose weight was replaced.
+        x: Its input.
 
     Raises:
-        UnsupportedError: The input requires a gradient.
+        UnsupportedError: Gradients are recorded, and the input or a parameter requires one.
     """
-    if x.requires_grad:
+    if not torch.is_grad_enabled():
+        return
+    names = [name for name, one in layer.named_parameters() if one.requires_grad]
+    if x.requires_grad or names:
+        what = f"an input {list(x.shape)}" if x.requires_grad else f"a parameter {names[0]!r}"
         raise UnsupportedError(
             "a gradient through a linear layer whose weight was replaced",
-            found=f"an input {list(x.shape)} that requires a gradient",
+            found=f"{what} that requires a gradient",
             why="The packed or quantised form of a weight has no backward.",
             fix="Train the model before its weights are replaced, or load it again; for "
             "inference call it under torch.inference_mode().",
@@ -360,12 +421,12 @@ def check_no_gradient(x: Tensor) -> None:
 
 
 def _with_bias(product: WeightProduct, layer: Any, x: Tensor) -> Tensor:
-    check_no_gradient(x)
+    check_no_gradient(layer, x)
     return product(x, layer.__dict__["_parameters"]["bias"])
 
 
 def _without_bias(product: WeightProduct, layer: Any, x: Tensor) -> Tensor:
-    check_no_gradient(x)
+    check_no_gradient(layer, x)
     return product(x, None)
 
 

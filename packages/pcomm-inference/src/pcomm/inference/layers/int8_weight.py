@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.inference.layers.linear_layers import linear_layers, replace_weights
+from pcomm.inference.layers.linear_layers import check_input, linear_layers, replace_weights
 
 __all__ = ["Int8Weight", "quantize_int8", "quantize_rows"]
 
@@ -43,23 +43,24 @@ def quantize_int8(
     embeddings, norms, convolutions, parameters that a module multiplies by itself. An output layer
     whose weight is the embedding's gets int8 numbers of its own beside it. Layers are quantised one
     after the other, so that the old weight of one is freed before that of the next is read. They
-    refuse `state_dict` and gradients from then on. Under tensor parallelism each rank calls it for
-    its share: a scale is that of the row as the rank has it.
+    refuse `state_dict`, gradients and conversions from then on. Under tensor parallelism each rank
+    calls it for its share: a scale is that of the row as the rank has it.
 
     Args:
         model: Model on a CPU, whose linear layers are `nn.Linear`, `ColumnParallelLinear` or
             `RowParallelLinear`, and no subclasses.
         skip: Names of modules that stay as they are with everything in them, such as
-            `layers.0.router`; `*` stands for any characters.
-        only: Names of the layers to quantise; None for all.
+            `layers.0.router`, or one name; `*` stands for any characters.
+        only: Names of the layers to quantise, or one name; None for all.
 
     Returns:
         Names of the layers that were quantised.
 
     Raises:
-        ConfigError: There is no linear layer, a name of `skip` is that of no module, or a weight is
-            NaN or infinite.
+        ConfigError: There is no linear layer, a name of `skip` is that of no module, one of `only`
+            that of no linear layer, or a weight is NaN or infinite.
         UnsupportedError: A weight has another dtype than bf16, fp32 and fp64, or is not on a CPU.
+            After an error all layers are as they were.
     """
     layers = linear_layers(model, skip=skip, only=only)
     if not layers and only is None:
@@ -70,7 +71,7 @@ def quantize_int8(
             "and each of them once.",
             fix="Pass a model with such layers, and leave some of them out of skip.",
         )
-    return replace_weights(model, layers, Int8Weight)
+    return replace_weights(model, layers, Int8Weight, _check)
 
 
 class Int8Weight:
@@ -100,15 +101,9 @@ class Int8Weight:
         """`[..., O]` of `x` `[..., I]`, dtype of the weight.
 
         Raises:
-            ConfigError: The input has another dtype than the weight had.
+            ConfigError: The input has another dtype, device or width than the weight had.
         """
-        if x.dtype != self.scales_O.dtype:
-            raise ConfigError(
-                f"a linear layer with int8 weights of {self.scales_O.dtype}",
-                found=f"an input of {x.dtype}",
-                why="Scales have the dtype of the activations, and are not converted.",
-                fix="Convert the model before quantize_int8, and give inputs of its dtype.",
-            )
+        check_input(x, "int8 weights", self.numbers_OI.shape[1], self.scales_O.dtype)
         rows = x
         if x.dim() != 2 or not x.is_contiguous():
             rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
@@ -155,15 +150,7 @@ def quantize_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 def _largest(wide: Tensor) -> Tensor:
     if not wide.shape[1]:
         return wide.new_zeros(wide.shape[0])
-    largest = wide.abs().amax(1)
-    if not largest.isfinite().all():
-        raise ConfigError(
-            "quantize_int8: a weight",
-            found="NaN or infinity",
-            why="No scale makes numbers of it.",
-            fix="Check the weights where they come from.",
-        )
-    return largest
+    return wide.abs().amax(1)
 
 
 def _check(weight_OI: Tensor) -> None:
@@ -181,6 +168,13 @@ def _check(weight_OI: Tensor) -> None:
             found="a device that is no CPU",
             why="The products are made by a kernel of torch for CPUs.",
             fix="Move the model to a CPU, or leave its weights as they are.",
+        )
+    if weight_OI.numel() and not torch.stack(weight_OI.aminmax()).isfinite().all():
+        raise ConfigError(
+            "quantize_int8: a weight",
+            found="NaN or infinity",
+            why="No scale makes numbers of it.",
+            fix="Check the weights where they come from.",
         )
 
 

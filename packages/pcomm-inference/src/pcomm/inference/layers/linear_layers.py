@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import chain
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _WrappedHook
 
-from pcomm.core.errors import ConfigError, near_misses
+from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
 from pcomm.core.tensor_parallel import (
     ColumnParallelLinear,
+    ReplaceableLinear,
     RowParallelLinear,
     WeightProduct,
     check_no_gradient,
     forget_weight,
 )
 
-__all__ = ["linear_layers", "replace_weights"]
+__all__ = ["check_input", "linear_layers", "replace_weights"]
 
 
 _LAYERS = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
@@ -34,19 +38,35 @@ def linear_layers(
     Args:
         model: Model that holds them; its own name is the empty one.
         skip: Names of modules that are left out with everything in them; `*` stands for any
-            characters.
-        only: Names of the layers that are meant; None for all.
+            characters. A string is one name.
+        only: Names of the layers that are meant, of which those that were replaced are left out;
+            a string is one name, None stands for all.
 
     Raises:
-        ConfigError: A name of `skip` is that of no module.
+        ConfigError: A name of `skip` is that of no module, or one of `only` that of no layer.
     """
+    skip = (skip,) if isinstance(skip, str) else skip
+    only = (only,) if isinstance(only, str) else only
     _check_skip(model, skip)
     names: dict[int, list[str]] = {}
     layers: dict[int, nn.Module] = {}
+    known: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if _has_own_weight(module):
+        is_whole = _has_own_weight(module)
+        if is_whole or "weight_product" in module.__dict__:
+            known.append(name)
+        if is_whole:
             names.setdefault(id(module), []).append(name)
             layers[id(module)] = module
+    for name in () if only is None else only:
+        if name not in known:
+            raise ConfigError(
+                f"linear layers: only {name!r}",
+                found="no linear layer of this name",
+                why="Layers are torch's nn.Linear and pcomm's tensor-parallel ones, and no "
+                "subclasses; a name is the whole one that named_modules gives.",
+                fix=near_misses(name, known),
+            )
     return {
         tuple(own): layers[key]
         for key, own in names.items()
@@ -88,8 +108,9 @@ def replace_weights(
     model: nn.Module,
     layers: dict[tuple[str, ...], nn.Module],
     make: Callable[[Tensor], WeightProduct | None],
+    check: Callable[[Tensor], object],
 ) -> tuple[str, ...]:
-    """Replace the weights of layers, one after another. Local.
+    """Replace the weights of layers, one after another, or none of them. Local.
 
     No more than one weight is there in two forms, except where another module keeps it, as the
     embedding does of a tied one: that stays the parameter of the layer, which computes without it.
@@ -101,10 +122,16 @@ def replace_weights(
         model: Model that holds them.
         layers: Layers from `linear_layers`, changed in place.
         make: Function of a weight `[O, I]`; None leaves the layer as it is.
+        check: Function of a weight that raises where `make` would. It sees all of several weights
+            before the first one is replaced.
 
     Returns:
         Names of the layers that were changed.
     """
+    if len(layers) > 1:
+        for weight in {id(layer.weight): layer.weight for layer in layers.values()}.values():
+            assert isinstance(weight, Tensor)
+            check(weight.detach())
     shared, tied = _weights_of_several(layers.values()), _weights_of_others(model, layers.values())
     made: dict[int, WeightProduct | None] = {}
     in_place: dict[int, nn.Parameter] = {}
@@ -126,10 +153,75 @@ def replace_weights(
             without_memory = layer.weight
             assert isinstance(without_memory, nn.Parameter)
             if key in tied:
-                layer.weight = tied[key]
+                layer._parameters["weight"] = tied[key]
             elif key in shared:
-                layer.weight = in_place.setdefault(key, without_memory)
+                layer._parameters["weight"] = in_place.setdefault(key, without_memory)
+    if changed:
+        _guard(model)
     return tuple(chain.from_iterable(changed))
+
+
+def _guard(model: nn.Module) -> None:
+    """Let a model refuse, before a first module of it has changed, what its layers refuse."""
+    if "weight_product" not in model.__dict__ and "_apply" not in model.__dict__:
+        # Torch's hook holds the module weakly, and a copy or a pickle of it holds the copy.
+        model._apply = _WrappedHook(_apply_if_allowed, model)  # type: ignore[method-assign]
+        model.register_load_state_dict_pre_hook(_check_load)
+    for module in model.modules():
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module) and "weight_product" in head.__dict__:
+            # Transformers would make a new head of the weight without memory.
+            module.resize_token_embeddings = _no_resize  # type: ignore[assignment]
+
+
+def _apply_if_allowed(
+    model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    for layer in model.modules() if recurse else ():
+        if isinstance(layer, ReplaceableLinear):
+            layer.check_conversion(fn)
+    apply: Any = type(model)._apply
+    result: nn.Module = apply(model, fn, recurse)
+    return result
+
+
+def _check_load(model: nn.Module, _state: object, prefix: str, *_others: object) -> None:
+    for name, layer in model.named_modules():
+        if "weight_product" in layer.__dict__:
+            # Nothing is loaded: the layer refuses.
+            layer._load_from_state_dict({}, f"{prefix}{name}.", {}, False, [], [], [])
+
+
+def _no_resize(*_sizes: object, **_options: object) -> None:
+    raise UnsupportedError(
+        "resize_token_embeddings",
+        found="a model whose head was replaced by its packed or quantised form",
+        why="The rows of the new head are those of the weight that is gone.",
+        fix="Load the model again, and resize it before its weights are replaced.",
+    )
+
+
+def check_input(x: Tensor, form: str, inputs: int, dtype: torch.dtype) -> None:
+    """Refuse an input that a product would read as what it is not. Local.
+
+    Args:
+        x: The input.
+        form: Word for the form of the weight.
+        inputs: I, the number of inputs.
+        dtype: The dtype of the activations.
+
+    Raises:
+        ConfigError: The input is not `[..., I]` of this dtype on a CPU.
+    """
+    if x.dtype != dtype or not x.is_cpu or x.shape[-1:] != (inputs,):
+        raise ConfigError(
+            f"a linear layer of {inputs} inputs with {form} of {dtype}",
+            found=f"an input of {x.dtype} on {x.device}, {list(x.shape)}",
+            why="The weight was brought into this form for a CPU and for this dtype, and is not "
+            f"converted; the last dimension of an input is {inputs}.",
+            fix="Move and convert the model before its weights are replaced, and give inputs of "
+            "its dtype and width.",
+        )
 
 
 def _weights_of_several(layers: Iterable[nn.Module]) -> set[int]:
@@ -151,14 +243,14 @@ def _weights_of_others(model: nn.Module, layers: Iterable[nn.Module]) -> dict[in
     }
 
 
-class _ReplacedLinear(nn.Linear):
+class _ReplacedLinear(ReplaceableLinear, nn.Linear):
     """An `nn.Linear` whose weight was replaced: a layer becomes one in place, by its class."""
 
     weight_product: WeightProduct
 
     def forward(self, x: Tensor) -> Tensor:
         """`x W^T + b` with the product in place of the weight."""
-        check_no_gradient(x)
+        check_no_gradient(self, x)
         return self.weight_product(x, self.bias)
 
 

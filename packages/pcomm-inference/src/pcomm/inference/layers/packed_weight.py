@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from pcomm.inference.layers.linear_layers import linear_layers, replace_weights
+from pcomm.inference.layers.linear_layers import check_input, linear_layers, replace_weights
 
 __all__ = [
     "FewRowsWeight",
@@ -84,9 +84,10 @@ class PackedWeight:
         self._packed = ops._reorder_linear_weight(weight_OI.contiguous(), None)
         self._multiply = ops._linear_pointwise.default
         self.nbytes, self._dtype = weight_OI.nbytes, weight_OI.dtype
+        self._num_inputs = weight_OI.shape[1]
         # Without instructions for bf16 few elements of one row differ, whatever its length.
         is_emulated = self._dtype == torch.bfloat16 and not _has_bf16_sums()
-        is_long = weight_OI.shape[1] > _MOST_INPUTS_OF_ONE_ROW
+        is_long = self._num_inputs > _MOST_INPUTS_OF_ONE_ROW
         self._doubles_one_row = is_long or is_emulated or doubles_one_row
         self.is_batch_invariant = not (self._dtype == torch.bfloat16 and uses_bf16_tiles())
 
@@ -94,10 +95,10 @@ class PackedWeight:
         """`[..., O]` of `x` `[..., I]`, dtype of the weight.
 
         Raises:
-            ConfigError: The input has another dtype or device than the weight.
+            ConfigError: The input has another dtype, device or width than the weight.
             UnsupportedError: It is being compiled.
         """
-        _check_input(x, self._dtype)
+        check_input(x, "a packed weight", self._num_inputs, self._dtype)
         if torch.compiler.is_compiling():
             raise UnsupportedError(
                 "torch.compile of a linear layer with a packed weight",
@@ -155,10 +156,10 @@ class FewRowsWeight:
         """`[..., O]` of `x` `[..., I]`, in bf16.
 
         Raises:
-            ConfigError: The input has another dtype or device than the weight.
+            ConfigError: The input has another dtype, device or width than the weight.
         """
         weight_OI = self._weight_OI
-        _check_input(x, weight_OI.dtype)
+        check_input(x, "a packed weight", weight_OI.shape[1], weight_OI.dtype)
         x_MI = x if x.dim() == 2 else x.reshape(-1, weight_OI.shape[1])
         num_rows = x_MI.shape[0]
         if bias is not None:
@@ -214,16 +215,6 @@ def _few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return torch.addmm(bias_O.unsqueeze(1), weight_OI, x_IM).t().contiguous()
 
 
-def _check_input(x: Tensor, dtype: torch.dtype) -> None:
-    if x.dtype != dtype or not x.is_cpu:
-        raise ConfigError(
-            f"a linear layer with a packed weight of {dtype}",
-            found=f"an input of {x.dtype} on {x.device}",
-            why="The weight was packed for a CPU and for this dtype, and is not converted.",
-            fix="Move and convert the model before pack_weights, and give inputs of its dtype.",
-        )
-
-
 def uses_bf16_tiles() -> bool:
     """Whether oneDNN multiplies bf16 by AMX on this processor. Local.
 
@@ -258,8 +249,8 @@ def pack_weights(
 
     Args:
         model: Model of `nn.Linear` or tensor-parallel layers, changed in place. Its layers refuse
-            `state_dict` and gradients from then on.
-        only: Names of the layers to pack; None for all.
+            `state_dict`, gradients and conversions from then on.
+        only: Names of the layers to pack, or one name; None for all.
         batch_invariant: True to give each layer a form in which the bits of a row do not depend on
             the number of rows, however small the weight is. Products of bf16 by AMX are computed
             in blocks of at most 32 rows, so that steps with more rows take longer.
@@ -270,11 +261,15 @@ def pack_weights(
         Names of the layers whose weights were packed.
 
     Raises:
-        UnsupportedError: There is no such form: the weights are neither bf16 nor fp32, not on a
-            CPU, or the processor is not x86.
+        ConfigError: A name of `only` is that of no linear layer.
+        UnsupportedError: `batch_invariant` is True, and a weight is neither bf16 nor fp32, not on a
+            CPU, or the processor is not x86; nothing was packed then.
     """
-    make = invariant_weight if batch_invariant else partial(packed_weight, most_rows=most_rows)
-    return replace_weights(model, linear_layers(model, only=only), make)
+    layers = linear_layers(model, only=only)
+    if batch_invariant:
+        return replace_weights(model, layers, invariant_weight, _check_invariant)
+    make = partial(packed_weight, most_rows=most_rows)
+    return replace_weights(model, layers, make, lambda _weight: None)
 
 
 def check_batch_invariant(model: object) -> None:
@@ -326,18 +321,26 @@ def invariant_weight(weight_OI: Tensor) -> PackedWeight | FewRowsWeight | None:
     Raises:
         UnsupportedError: There is none for the dtype, the device or the processor.
     """
-    place = f"{weight_OI.dtype} on {weight_OI.device.type}, {platform.machine()}"
+    _check_invariant(weight_OI)
+    if _is_invariant_unpacked(weight_OI.dtype):
+        return None
+    if weight_OI.dtype == torch.bfloat16 and uses_bf16_tiles():
+        return FewRowsWeight(weight_OI, batch_invariant=True)
+    try:
+        return PackedWeight(weight_OI, doubles_one_row=True)
+    except (RuntimeError, AttributeError) as error:
+        raise _no_invariant(weight_OI, f", where oneDNN does not pack it ({error})") from error
+
+
+def _check_invariant(weight_OI: Tensor) -> None:
     is_known = weight_OI.is_cpu and platform.machine() in _MACHINES
-    if is_known and weight_OI.dtype in _FEWEST_ELEMENTS:
-        if _is_invariant_unpacked(weight_OI.dtype):
-            return None
-        if weight_OI.dtype == torch.bfloat16 and uses_bf16_tiles():
-            return FewRowsWeight(weight_OI, batch_invariant=True)
-        try:
-            return PackedWeight(weight_OI, doubles_one_row=True)
-        except (RuntimeError, AttributeError) as error:
-            place += f", where oneDNN does not pack it ({error})"
-    raise UnsupportedError(
+    if not is_known or weight_OI.dtype not in _FEWEST_ELEMENTS:
+        raise _no_invariant(weight_OI)
+
+
+def _no_invariant(weight_OI: Tensor, more: str = "") -> UnsupportedError:
+    place = f"{weight_OI.dtype} on {weight_OI.device.type}, {platform.machine()}{more}"
+    return UnsupportedError(
         "batch_invariant=True",
         found=f"a weight of {place}",
         why="The order of the sums is known for products of bf16 and fp32 by oneDNN on x86.",
