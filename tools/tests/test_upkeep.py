@@ -3,12 +3,15 @@
 import re
 import tarfile
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import check_metadata
+import pcomm.core
 from repository import ROOT
+from site_hooks import on_config
 
 
 def test_pre_commit_has_the_ruff_of_the_constraints():
@@ -22,6 +25,14 @@ def test_an_issue_cannot_be_filed_without_the_report_of_the_doctor():
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     fields = {one["attributes"]["label"]: one for one in form["body"]}
     assert fields["Output of `pcomm doctor --json`"]["validations"] == {"required": True}
+
+
+def test_the_site_tells_its_version_and_uses_no_host_but_its_own():
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "\nhooks: [tools/site_hooks.py]\n" in settings
+    assert "\n  font: false\n" in settings
+    named = on_config(SimpleNamespace(site_name="pcomm"))
+    assert named.site_name == f"pcomm {pcomm.core.__version__}"
 
 
 METADATA = """\

@@ -176,6 +176,7 @@ def test_another_corpus_is_refused_and_the_run_goes_on_with_its_own(rank, copied
 
 DAMAGES = {
     "state.json torn": ("state.json", lambda content: content[:-20], "state.json: "),
+    "state.json gone": ("state.json", None, r"state\.json: .*No such file"),
     "state.json of another kind": ("state.json", lambda content: b"[1, 2]", "no JSON object"),
     "state.json without an identity": ("state.json", lambda content: b"{}", "layers was None"),
     "index torn": (".metadata", lambda content: content[:100], "cannot be read: .*Error"),

@@ -93,6 +93,31 @@ def test_units_and_roles_as_others_pass_them(rank: int) -> None:
         sharded.close()
 
 
+class Doubled(Tensor):
+    """A weight that counts twice: what a quantised one does, in short."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * found if func is nn.functional.linear else found
+
+
+class Named(Tensor):
+    """A tensor of its own class, with which torch computes as with any other."""
+
+
+@ranks(2)
+def test_tensors_whose_class_computes_differently(rank: int) -> None:
+    with open_two() as groups:
+        model = built()
+        model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(Doubled))  # type: ignore[index]
+        with pytest.raises(ConfigError, match=r"'1\.weight'(.|\n)*a Doubled(.|\n)*a plain Param"):
+            shard(model, groups, units=[nn.Linear])
+        model, reference = built(), built()
+        model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(Named))  # type: ignore[index]
+        check(shard(model, groups, units=[nn.Linear]), reference, rank)
+
+
 @ranks(2)
 def test_what_is_refused(rank: int) -> None:
     cube = init_device_mesh("cpu", (1, 1, 2))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -126,6 +127,14 @@ def _check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
                 fix="Shard with the layers of pcomm.core.tensor_parallel, which hold plain "
                 "tensors, or leave DTensors to torch's fully_shard.",
             )
+        if _computes_differently(type(parameter)):
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found=f"a {type(parameter).__name__}, a tensor whose class changes what torch "
+                "computes with it",
+                why="Gathered parameters are plain tensors, and would compute without that class.",
+                fix="Make it a plain Parameter before sharding, or keep it in a buffer.",
+            )
         if parameter.layout != torch.strided:
             raise ConfigError(
                 f"fully_shard: parameter {name!r}",
@@ -133,6 +142,22 @@ def _check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
                 why="Parameters become views of a flat buffer of dense memory.",
                 fix="Keep what is not dense in a buffer, or make it dense.",
             )
+
+
+def _computes_differently(kind: type[Tensor]) -> bool:
+    """Whether a class of tensors has rules of its own for functions or operators of torch."""
+    if issubclass(kind, FakeTensor):
+        # A plain tensor without memory.
+        return False
+    return any(
+        _rule(kind, name) not in (_rule(Tensor, name), _rule(nn.Parameter, name))
+        for name in ("__torch_function__", "__torch_dispatch__")
+    )
+
+
+def _rule(kind: type[Tensor], name: str) -> object:
+    found = getattr(kind, name)
+    return getattr(found, "__func__", found)
 
 
 def _check_no_optimizer(parameters: Mapping[str, nn.Parameter]) -> None:
