@@ -259,6 +259,25 @@ def test_layers_whose_rows_depend_on_each_other_are_refused_by_name(
         pack_weights(model(), batch_invariant=True)
 
 
+def test_experts_whose_weights_are_stacked_are_refused_and_convolutions_are_not() -> None:
+    transformers = pytest.importorskip("transformers", reason="its experts are refused here")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        **sizes,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    pack_weights(model, batch_invariant=True)
+    with pytest.raises(ConfigError, match=r"stacked weights 'model\.layers\.0\.mlp\.experts\."):
+        check_batch_invariant(model)
+    check_batch_invariant(nn.Conv1d(64, 64, 4, groups=64))
+
+
 @packs_bf16
 def test_weights_that_were_packed_without_blocks_are_refused_where_they_are_needed(
     monkeypatch: pytest.MonkeyPatch,

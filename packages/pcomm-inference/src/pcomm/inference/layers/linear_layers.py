@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _WrappedHook
 
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
 from pcomm.core.tensor_parallel import (
@@ -157,39 +155,16 @@ def replace_weights(
             elif key in shared:
                 layer._parameters["weight"] = in_place.setdefault(key, without_memory)
     if changed:
-        _guard(model)
+        _refuse_resizing(model)
     return tuple(chain.from_iterable(changed))
 
 
-def _guard(model: nn.Module) -> None:
-    """Let a model refuse, before a first module of it has changed, what its layers refuse."""
-    if "weight_product" not in model.__dict__ and "_apply" not in model.__dict__:
-        # Torch's hook holds the module weakly, and a copy or a pickle of it holds the copy.
-        model._apply = _WrappedHook(_apply_if_allowed, model)  # type: ignore[method-assign]
-        model.register_load_state_dict_pre_hook(_check_load)
+def _refuse_resizing(model: nn.Module) -> None:
+    """Keep transformers from making a new head of a weight without memory."""
     for module in model.modules():
         head = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(head, nn.Module) and "weight_product" in head.__dict__:
-            # Transformers would make a new head of the weight without memory.
             module.resize_token_embeddings = _no_resize  # type: ignore[assignment]
-
-
-def _apply_if_allowed(
-    model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
-) -> nn.Module:
-    for layer in model.modules() if recurse else ():
-        if isinstance(layer, ReplaceableLinear):
-            layer.check_conversion(fn)
-    apply: Any = type(model)._apply
-    result: nn.Module = apply(model, fn, recurse)
-    return result
-
-
-def _check_load(model: nn.Module, _state: object, prefix: str, *_others: object) -> None:
-    for name, layer in model.named_modules():
-        if "weight_product" in layer.__dict__:
-            # Nothing is loaded: the layer refuses.
-            layer._load_from_state_dict({}, f"{prefix}{name}.", {}, False, [], [], [])
 
 
 def _no_resize(*_sizes: object, **_options: object) -> None:

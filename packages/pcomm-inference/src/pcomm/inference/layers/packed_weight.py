@@ -272,21 +272,38 @@ def pack_weights(
     return replace_weights(model, layers, make, lambda _weight: None)
 
 
-def check_batch_invariant(model: object) -> None:
-    """Refuse a model with a linear layer whose rows depend on their number. Local.
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-    Products that a module computes without such a layer are not seen.
+
+def check_batch_invariant(model: object) -> None:
+    """Refuse a model with a product whose rows depend on their number. Local.
+
+    Products that a module computes without a layer are seen where their weights are stacked, as
+    those of experts are.
 
     Args:
         model: A model; what is not an `nn.Module` is taken as it is.
 
     Raises:
         ConfigError: A linear layer has another form than `pack_weights` gives it with
-            `batch_invariant=True`.
+            `batch_invariant=True`, or another module than a convolution holds a weight of three
+            dimensions.
     """
     if not isinstance(model, nn.Module):
         return
     for name, layer in model.named_modules():
+        own = layer.named_parameters(name, recurse=False)
+        stacked = [
+            n for n, weight in own if weight.dim() > 2 and not isinstance(layer, _CONVOLUTIONS)
+        ]
+        if stacked:
+            raise ConfigError(
+                "Engine: batch_invariant=True",
+                found=f"a {type(model).__name__} with the stacked weights {stacked[0]!r}",
+                why="They are multiplied by no layer whose weight can be packed, and by kernels "
+                "whose sums depend on the number of rows.",
+                fix="Leave batch_invariant out for a model with experts.",
+            )
         if not isinstance(layer, nn.Linear | ColumnParallelLinear | RowParallelLinear):
             continue
         product = layer.__dict__.get("weight_product")
