@@ -6,6 +6,7 @@ import multiprocessing as mp
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -69,6 +70,17 @@ class Hosts:
         for other in others:
             entry = f"neigh replace {address(other)} lladdr 02:00:00:00:00:01 nud permanent"
             self.network.change(number, f"{entry} dev {self.network.interfaces[0]}")
+
+    def end_unacknowledged(self, *numbers: int) -> None:
+        """Have the kernel of hosts end a connection whose peer acknowledges nothing for 3 s.
+
+        The peer's kernel acknowledges, so a process that is late does not end one. By default it
+        takes a quarter of an hour.
+        """
+        for number in numbers:
+            with self.network.inside(number):
+                # Retransmissions: after 0.2 s, and each time after twice as long.
+                Path("/proc/sys/net/ipv4/tcp_retries2").write_text("3")
 
     def disconnect(self, number: int) -> None:
         """Lose all packets from and to a host."""
