@@ -83,6 +83,8 @@ def written(
             device=device,
             **limits,
         )
+    if not limits:
+        engine.record_graphs()
     found: dict[str, list[tuple[int, float]]] = {}
     waiting = list(enumerate(LENGTHS))
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -118,7 +120,7 @@ def test_tokens_are_those_of_the_cpu_however_steps_are_run(kind: str) -> None:
             (CudaRecorder(), (1, 2, 4), {}),
             # Chunks of prompts beside requests that decode, in most steps.
             (CudaRecorder(), (1, 2, 4), {"max_batch_tokens": 24}),
-            (Refuses(CudaRecorder(), 1), (1,), {}),
+            (Refuses(CudaRecorder(), 1), (4,), {}),
         ]
     forms += [(None, (), {"max_batch_tokens": 24}), (Refuses(NoGraphs(), 0), (), {})]
     for made, sizes, limits in forms:

@@ -95,10 +95,12 @@ class Fails:
             raise MemoryError(f"out of memory in the {place}")
 
 
-def run(recorder, group):
+def run(recorder, group, *, at_once=False):
     with patch.object(runner, "recorder_for", lambda device: recorder):
         sizes = {"max_model_len": 30, "num_blocks": 20, "num_state_slots": 6, "max_requests": 4}
         engine = Engine(Shared(group), vocabulary=VOCABULARY, group=group, **sizes)
+    if at_once:
+        engine.record_graphs()
     found, errors = {}, []
     for number in range(3):
         params = SamplingParams(temperature=0, max_tokens=3 + 3 * number)
@@ -125,6 +127,8 @@ def test_a_recording_that_fails_on_one_rank_is_refused_on_all(rank: int, place: 
         whole, sizes, refusal, errors = run(Fails("never"), group)
         assert (whole, sizes, refusal, errors) == (expected, (1, 2, 4), "", [])
         assert group.collectives.ends == 3 * ["kept"]
+        assert run(Fails("never"), group, at_once=True) == (expected, (1, 2, 4), "", [])
+        assert group.collectives.ends == 6 * ["kept"]
         # Prompts run eagerly; a warm-up and what a replay does are no part of a sequence.
         assert set(group.collectives.eager) == {False, True}
         group.collectives.ends.clear()

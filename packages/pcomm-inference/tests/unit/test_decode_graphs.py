@@ -97,11 +97,12 @@ class RoomForOne(Replay):
         return super().record(body)
 
 
-def tokens_of(recorder, prompts, **settings):
+def tokens_of(recorder, prompts, begin=lambda engine: None, **settings):
     model = OnDevice()
     with patch.object(runner, "recorder_for", lambda device: recorder):
         sizes = {"max_model_len": 30, "block_size": 3, "num_blocks": 40, "num_state_slots": 6}
         engine = Engine(model, vocabulary=VOCABULARY, max_requests=6, **sizes | settings)
+    begin(engine)
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=4 + 2 * number)
         engine.add(Request(str(number), tuple(prompt), params))
@@ -142,6 +143,41 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why(recorder, rea
     assert found == eager
     assert stats.graph_sizes == ()
     assert stats.graph_refusal == reason
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"),
+    [(1, [1]), (2, [2, 1]), (3, [3, 2, 1]), (6, [6, 4, 2, 1]), (8, [8, 4, 2, 1])],
+)
+def test_all_sizes_are_recorded_at_once_from_the_largest(largest, sizes):
+    made = []
+
+    def padding(size):
+        made.append(size)
+        return torch.zeros(1, dtype=torch.int64)
+
+    graphs = DecodeGraphs(
+        lambda packed, size: packed.repeat(size, 1),
+        padding,
+        Replay(),
+        max_requests=largest,
+        device=torch.device("cpu"),
+    )
+    graphs.record_all()
+    assert made == sizes
+    assert all(graphs.of(number) is not None for number in range(1, largest + 1))
+    assert made == sizes
+
+
+def test_an_engine_that_has_recorded_all_records_none_in_a_step():
+    eager, _, _ = tokens_of(None, PROMPTS)
+    found, stats, model = tokens_of(Replay(), PROMPTS, begin=Engine.record_graphs)
+    assert found == eager
+    assert stats.graph_sizes == (1, 2, 4, 6)
+    # Of each the warm-up and the recording, before the first request.
+    assert model.eager_sizes[:8] == [6, 6, 4, 4, 2, 2, 1, 1]
+    # On a device without graphs there is nothing to do.
+    assert tokens_of(None, PROMPTS, begin=Engine.record_graphs)[0] == eager
 
 
 def test_what_was_recorded_before_one_failed_is_replayed_on():

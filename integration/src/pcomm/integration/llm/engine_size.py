@@ -38,7 +38,7 @@ class EngineOptions:
         budget_bytes: int,
         group: Group | None = None,
     ) -> Engine:
-        """An engine for a model, or for this rank's part of one. Local.
+        """An engine for a model, or for this rank's part of one, with its graphs. Collective.
 
         Args:
             loaded: The model and its tokenizer.
@@ -59,7 +59,7 @@ class EngineOptions:
         # Before the pools are there. Ranks on one machine share its memory, and measure together.
         meter = BandwidthMeter()
         meter.bandwidth(loaded.model.device, loaded.model.step_weights().largest)
-        return Engine(
+        engine = Engine(
             loaded.model,
             vocabulary=loaded.vocabulary,
             tokenizer=loaded.tokenizer,
@@ -71,6 +71,8 @@ class EngineOptions:
             # The rest has the same names there.
             **vars(self),
         )
+        engine.record_graphs()
+        return engine
 
 
 @dataclass(frozen=True)

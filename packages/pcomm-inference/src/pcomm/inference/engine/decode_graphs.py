@@ -83,7 +83,7 @@ class RecordedStep:
 
 
 class DecodeGraphs:
-    """Recorded steps for 1, 2, 4, 8, ... requests, each recorded when it is needed first.
+    """Recorded steps for 1, 2, 4, 8, ... requests, recorded at once or when each is needed first.
 
     All that changes between two steps are integers. They are copied on the device into one static
     tensor; the block tables are looked up there, within the graph.
@@ -120,6 +120,19 @@ class DecodeGraphs:
     def sizes(self) -> tuple[int, ...]:
         """Numbers of requests of the steps that are recorded."""
         return tuple(sorted(self._recorded))
+
+    def record_all(self) -> None:
+        """Record the steps of all sizes, from the largest, whose memory the others take again.
+
+        It ends at one that cannot be recorded.
+
+        Raises:
+            Exception: As `of` raises it.
+        """
+        num_requests = self._max_requests
+        while num_requests and self.of(num_requests) is not None:
+            # The largest power of two below.
+            num_requests = (1 << (num_requests - 1).bit_length()) >> 1
 
     def of(self, num_requests: int) -> RecordedStep | None:
         """The step that so many requests are padded to; None to run eagerly.

@@ -267,6 +267,19 @@ class Engine:
             self._changing = ""
         return True
 
+    def record_graphs(self) -> None:
+        """Record CUDA graphs of decoding for all numbers of requests now, as a server wants it.
+
+        Otherwise each is recorded in the step that needs it first, which then takes longer. On a
+        device without graphs nothing is done. Collective over the `group` of the engine, between
+        two steps; a step that cannot be recorded is none of its errors, see `EngineStats`.
+
+        Raises:
+            Exception: The error of the model, where ranks share it.
+            PeerError: The model of another rank has failed.
+        """
+        self._runner.record_graphs()
+
     def stats(self) -> EngineStats:
         """Counters, the use of both pools, and how near steps are to the limit of the memory."""
         blocks, slots = self._allocator.uses()

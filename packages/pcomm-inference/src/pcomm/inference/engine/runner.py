@@ -79,6 +79,12 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Record the steps of decoding of all sizes, where the device records any."""
+        if self.graphs is not None:
+            self.graphs.record_all()
+
+    @torch.inference_mode()
     def run(self, plan: StepPlan, told: Sequence[Tensor] = ()) -> tuple[Tensor, Sequence[Tensor]]:
         """Compute the tokens of a plan.
 
