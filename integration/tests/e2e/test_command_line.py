@@ -43,7 +43,7 @@ def finish(process: subprocess.Popen[str], out: Path) -> Run:
     printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert process.returncode == 0, logged
     # The gloo of torch 2.10 prints there what later ones do not.
-    lines = [line for line in printed.splitlines(True) if not line.startswith("[Gloo] Rank ")]
+    lines = [line for line in printed.splitlines(True) if "connected peer ranks is : " not in line]
     return Run(out, "".join(lines), logged)
 
 
