@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import fake_pg
 
 from pcomm.core.collectives import IdentityCollectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.instrumented import interruptible
@@ -21,6 +23,7 @@ from pcomm.core.groups import abandoning
 from pcomm.core.groups.abandoning import outlive_failures
 from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.groups.open_groups import Groups
+from pcomm.core.process import world
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s, wait_until
 
 
@@ -70,6 +73,43 @@ class _OnDevice(dist.ProcessGroup):
 def _forgets() -> Iterator[None]:
     yield
     assert not [one for one in distributed_c10d._world.pg_map if isinstance(one, _OnDevice)]
+
+
+@pytest.mark.parametrize("is_of_nccl", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_within_connect_aborts_a_default_group_of_nccl_before_its_end(
+    is_of_nccl: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    class Noted(abandoning.Abort):
+        def __init__(self, process_group: dist.ProcessGroup) -> None:
+            assert process_group is dist.group.WORLD
+            log.append("abort")
+
+        def problem(self, end_s: float) -> str | None:
+            log.append("waited")
+            return None
+
+    end = dist.destroy_process_group
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(
+        world,
+        "_init_process_group",
+        lambda _backend, **options: dist.init_process_group(
+            "fake", store=fake_pg.FakeStore(), **options
+        ),
+    )
+    monkeypatch.setattr(world, "_wait_for_all_to_leave", lambda _world: log.append("left"))
+    monkeypatch.setattr(abandoning, "is_abortable", lambda _group: is_of_nccl)
+    monkeypatch.setattr(abandoning, "Abort", Noted)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: (log.append("end"), end()))
+    with suppress(KeyError), world.connect(backend="gloo", device="cpu"):
+        if fails:
+            raise KeyError
+    assert log == ([*["abort", "waited"] * is_of_nccl] if fails else ["left"]) + ["end"]
+    assert not dist.is_initialized()
 
 
 NAMES = ["tp", "dp", "everyone"]

@@ -41,6 +41,7 @@ from pcomm.core.groups.communicators import Abort, communicator_of
 __all__ = [
     "AbortOnFailure",
     "abandon_communicators",
+    "abort_communicator",
     "begin_aborts",
     "is_abortable",
     "never_freed",
@@ -103,6 +104,18 @@ def begin_aborts(process_groups: Iterable[dist.ProcessGroup]) -> None:
         communicator = communicator_of(one)
         if communicator.abort is None and is_abortable(one):
             communicator.abort = Abort(one)
+
+
+def abort_communicator(process_group: dist.ProcessGroup) -> None:
+    """End what is in flight on one that is ended next, where only an abort does. Local.
+
+    It waits a minute at most. A failure is not told: there is an error already.
+
+    Args:
+        process_group: Group that has one communicator, such as torch's default group.
+    """
+    if is_abortable(process_group):
+        Abort(process_group).problem(time.monotonic() + _ABORT_S)
 
 
 def _leave(process_group: dist.ProcessGroup, end_s: float) -> list[str]:

@@ -21,6 +21,7 @@ from pcomm.core import environment
 from pcomm.core.control.control import Control
 from pcomm.core.control.without_control import is_connected
 from pcomm.core.errors import ConfigError, PcommError
+from pcomm.core.groups.abandoning import abort_communicator
 
 __all__ = [
     "ANYWHERE",
@@ -91,6 +92,9 @@ def connect(
     loopback and `GLOO_SOCKET_IFNAME` is not set, it is set for the block to the interface on the
     route to `MASTER_ADDR`. Signals are handled while this process connects.
 
+    An error in the block aborts a default group of NCCL before it is ended, which would wait for
+    the operations of ranks that are gone otherwise; that has not run on hardware.
+
     Args:
         backend: `"gloo"` or `"nccl"`; by default NCCL where this process has a CUDA device.
         device: Device of this process, also if other processes use it; chosen if absent.
@@ -131,6 +135,11 @@ def connect(
             world = _joined(device, may_be_chosen=False)
             yield world
             _wait_for_all_to_leave(world)
+        except BaseException:
+            # Torch's end of NCCL waits for operations in flight, whose ranks may be gone.
+            if dist.is_initialized():
+                abort_communicator(dist.distributed_c10d._get_default_group())
+            raise
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
