@@ -176,7 +176,8 @@ def _warn_of_cut_rows(planned: Sequence[PlannedGroup]) -> None:
     cut = [name for one in planned for name in one.plan.cut_names]
     if cut:
         _log.warning(
-            "cut inside rows, and 1-D for the optimizer: %s. A larger max_padding keeps rows whole",
+            "cut inside rows, and 1-D for the optimizer: %s. A larger CommPolicy.max_padding, the "
+            "fraction of memory that may be padding, keeps rows whole",
             ", ".join(cut),
         )
 
