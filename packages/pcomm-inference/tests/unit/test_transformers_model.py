@@ -324,3 +324,13 @@ def test_a_model_has_as_many_parameters_with_other_forms_of_weights(
     assert left == ["model.embed_tokens.weight"]
     with pytest.raises(UnsupportedError, match="state_dict"):
         model.lm_head.state_dict()
+
+
+@on_x86
+def test_batch_invariance_is_refused_where_the_model_behind_an_adapter_is_not_packed() -> None:
+    model, sizes = tiny_family("llama"), {"max_batch_tokens": 320, "batch_invariant": True}
+    adapter = TransformersModel(model)
+    with pytest.raises(ConfigError, match=r"layer 'model\.layers\.0\.self_attn\.q_proj'"):
+        engine_for(adapter, **sizes)
+    pack_weights(model, batch_invariant=True)
+    engine_for(adapter, **sizes).close()

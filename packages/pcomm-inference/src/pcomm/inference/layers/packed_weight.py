@@ -282,7 +282,8 @@ def check_batch_invariant(model: object) -> None:
     those of experts are.
 
     Args:
-        model: A model; what is not an `nn.Module` is taken as it is.
+        model: A model. What is not an `nn.Module`, such as a `TransformersModel`, is judged by the
+            modules that are its attributes, and taken as it is where it has none.
 
     Raises:
         ConfigError: A linear layer has another form than `pack_weights` gives it with
@@ -290,6 +291,9 @@ def check_batch_invariant(model: object) -> None:
             dimensions.
     """
     if not isinstance(model, nn.Module):
+        for part in getattr(model, "__dict__", {}).values():
+            if isinstance(part, nn.Module):
+                check_batch_invariant(part)
         return
     for name, layer in model.named_modules():
         own = layer.named_parameters(name, recurse=False)
