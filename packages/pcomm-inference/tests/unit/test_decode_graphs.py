@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pcomm.core.errors import ClosedError
 from pcomm.inference.engine import runner
 from pcomm.inference.engine.decode_graphs import DecodeGraphs
 from pcomm.inference.engine.engine import Engine
@@ -178,6 +179,12 @@ def test_an_engine_that_has_recorded_all_records_none_in_a_step():
     assert model.eager_sizes[:8] == [6, 6, 4, 4, 2, 2, 1, 1]
     # On a device without graphs there is nothing to do.
     assert tokens_of(None, PROMPTS, begin=Engine.record_graphs)[0] == eager
+
+
+@pytest.mark.parametrize("recorder", [None, Replay()])
+def test_a_closed_engine_records_nothing_and_says_so(recorder):
+    with pytest.raises(ClosedError, match=r"Engine\.record_graphs: a closed engine"):
+        tokens_of(recorder, [], begin=lambda engine: (engine.close(), engine.record_graphs()))
 
 
 def test_what_was_recorded_before_one_failed_is_replayed_on():

@@ -277,7 +277,9 @@ class Engine:
         Raises:
             Exception: The error of the model, where ranks share it.
             PeerError: The model of another rank has failed.
+            ClosedError: The engine is closed, or a change of its requests was cut short.
         """
+        self._check_open("record_graphs")
         self._runner.record_graphs()
 
     def stats(self) -> EngineStats:
