@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.layout import Layout
@@ -244,6 +246,93 @@ def test_another_parameter_in_the_place_of_a_replaced_weight_is_refused(replace:
     with pytest.raises(UnsupportedError, match="another parameter `weight`"):
         model.first.weight = nn.Parameter(torch.ones(512, 512))
     assert model.first.weight is held
+
+
+def twice(layer: nn.Module) -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 2
+
+    parametrize.register_parametrization(layer, "weight", Twice())
+
+
+def multiply_by_weight(layer: Any) -> object:
+    return F.linear(torch.randn(3, 512), layer.weight, layer.bias)
+
+
+def add_to_data(layer: Any) -> None:
+    # As an adapter is merged into its layer.
+    layer.weight.data += torch.ones(512, 512)
+
+
+USES_OF_NUMBERS: list[Callable[[Any], object]] = [
+    *(twice, multiply_by_weight, add_to_data, parametrizations.weight_norm),
+    lambda layer: torch.randn(3, 512) @ layer.weight.T,
+    lambda layer: nn.init.zeros_(layer.weight),
+    lambda layer: layer.reset_parameters(),
+    lambda layer: torch.no_grad()(layer.weight.copy_)(torch.ones(512, 512)),
+    lambda layer: nn.utils.parameters_to_vector(layer.parameters()),
+]
+
+
+@pytest.mark.parametrize("replace", FORMS)
+@pytest.mark.parametrize("use", USES_OF_NUMBERS)
+def test_a_use_of_the_numbers_that_are_gone_is_refused(
+    replace: Replace, use: Callable[[nn.Module], object]
+) -> None:
+    """Torch computes with a parameter on `meta`, and gives what lies in memory, or does nothing."""
+    model, x = replaced(replace), torch.randn(3, 512)
+    expected = model(x)
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(UnsupportedError, match="of the weight of a linear layer"):
+            use(one.first)
+        assert torch.equal(one(x), expected)
+    # What it says of itself it says on.
+    weight = model.first.weight
+    assert (weight.shape, weight.numel(), weight.dtype) == ((512, 512), 512 * 512, torch.float32)
+    assert repr(weight)
+
+
+@pytest.mark.parametrize("replace", FORMS)
+def test_another_weight_for_one_call_is_refused(replace: Replace) -> None:
+    model, x = replaced(replace), torch.randn(3, 512)
+    expected, own = model(x), dict[str, Tensor](model.named_parameters())
+    for other in (torch.zeros(512, 512), nn.Parameter(torch.zeros(512, 512), requires_grad=False)):
+        with pytest.raises(UnsupportedError, match="another parameter `weight`"):
+            functional_call(model, {"second.weight": other}, (x,))
+    assert torch.equal(functional_call(model, own, (x,)), expected)
+    bias = torch.ones(512)
+    assert torch.equal(
+        functional_call(model.first, {"bias": bias}, (x,)),
+        model.first.weight_product(x, bias),  # type: ignore[operator]
+    )
+
+
+def test_a_tied_head_that_is_parametrised_is_refused_when_it_is_called() -> None:
+    embedding, head = nn.Embedding(600, 512), nn.Linear(512, 600, bias=False)
+    head.weight = embedding.weight.requires_grad_(False)
+    pack_weights(nn.ModuleList([embedding, head]))
+    twice(head)
+    with pytest.raises(UnsupportedError, match="another parameter `weight`"):
+        head(torch.randn(2, 512))
+
+
+@pytest.mark.parametrize("records_gradients", [True, False])
+def test_a_model_with_int8_weights_can_be_compiled(records_gradients: bool) -> None:
+    model, x = replaced(quantize_int8), torch.randn(3, 512)
+    with torch.set_grad_enabled(records_gradients):
+        compiled = torch.compile(model, backend="eager")
+        assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("replace", FORMS)
+def test_a_layer_is_not_pruned(replace: Replace) -> None:
+    model = replaced(replace)
+    with pytest.raises(UnsupportedError, match="ones_like of the weight of a linear layer"):
+        prune.l1_unstructured(model.first, "weight", 0.5)
+    # Torch took the parameter away before it met the error.
+    with pytest.raises(UnsupportedError, match="another parameter `weight`"):
+        model(torch.randn(3, 512))
 
 
 @pytest.mark.parametrize("replace", FORMS)

@@ -101,24 +101,28 @@ class ReplaceableLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.check_conversion(fn)
-        is_replaced = "weight_product" in self.__dict__
-        apply: Any = super()._apply
+        apply: Callable[..., Self] = super()._apply
+        if "weight_product" not in self.__dict__:
+            return apply(fn, recurse)
+        own, weight = self._parameters, self._parameters.get("weight")
+        if weight is None or not weight.is_meta:
+            apply(fn, recurse)
+            # The embedding's: torch may be told to put a new parameter in the place of the old one.
+            self.__dict__["_stand_in"] = own.get("weight")
+            return self
         # What torch does with memory it cannot do with a parameter that has none.
-        result: Self = apply(lambda x: x if is_replaced and x.is_meta else fn(x), recurse)
-        return result
+        own["weight"] = None
+        try:
+            return apply(fn, recurse)
+        finally:
+            own["weight"] = weight
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module`; a replaced weight stays the parameter that it is."""
         if name == "weight" and "weight_product" in self.__dict__:
             if param is self._parameters.get("weight"):
                 return
-            raise UnsupportedError(
-                "another parameter `weight` for a linear layer",
-                found="a layer whose weight was replaced by its packed or quantised form",
-                why="The layer would go on with the old values.",
-                fix="Resize, tie or set weights before they are replaced, or put a new layer in "
-                "the place of this one.",
-            )
+            raise _other_weight()
         super().register_parameter(name, param)
 
 
@@ -349,7 +353,8 @@ class WeightProduct(Protocol):
 
     `layer.replace_weight(product)` is for inference: no gradient passes through. The parameter
     `weight` becomes one on the `meta` device, of the same shape and dtype and without memory, so
-    that what asks for these goes on; `state_dict` and `load_state_dict` of the layer are refused.
+    that what asks for these goes on; functions of torch that need its numbers are refused, and
+    `state_dict` and `load_state_dict` of the layer.
     """
 
     @property
@@ -374,6 +379,51 @@ def _replaced_product(layer: nn.Module, product: WeightProduct) -> Callable[[Any
     return partial(_without_bias, product)
 
 
+class _WeightWithoutMemory(nn.Parameter):
+    """What stands for a weight that was replaced: a shape and a dtype, and no numbers.
+
+    Torch computes with a tensor on the `meta` device beside one on a CPU, and gives what lies in
+    its memory. So every function of torch but those of shape, dtype and memory is refused.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch calls in the place of `func`."""
+        name = func.__name__
+        if name not in _WITHOUT_NUMBERS:
+            raise UnsupportedError(
+                f"{name.strip('_')} of the weight of a linear layer",
+                found="a weight that was replaced by its packed or quantised form",
+                why="Its numbers are gone, and the layer would go on with the form that it has.",
+                fix="Change the weight, or compute with it, before it is replaced, or leave this "
+                "layer as it is.",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs or {})
+        return found.as_subclass(cls) if type(found) is Tensor and found.is_meta else found
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Shape, dtype and whether it requires a gradient; torch's way goes on from its `data`."""
+        return _stand_in_of, (tuple(self.shape), self.dtype, self.requires_grad)
+
+
+def _stand_in_of(
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> _WeightWithoutMemory:
+    return _WeightWithoutMemory(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+
+
+# Names of functions of torch for which a tensor need not have numbers. Attributes are among them:
+# what `data` or `T` give is again a weight without memory.
+_WITHOUT_NUMBERS = (
+    *("__get__", "__set__", "__repr__", "__format__", "__hash__", "__len__", "__reduce_ex__"),
+    *("clone", "detach", "detach_", "requires_grad_", "size", "dim", "numel", "nelement", "stride"),
+    *("ndimension", "element_size", "storage_offset", "is_contiguous", "is_floating_point"),
+    *("is_complex", "is_shared", "share_memory_", "is_inference", "data_ptr", "get_device"),
+    *("empty_like", "new_empty", "untyped_storage", "_is_view", "is_conj", "is_neg"),
+)
+
+
 def forget_weight(layer: nn.Module, product: WeightProduct) -> None:
     """Put a parameter without memory in the place of `weight`, and refuse `state_dict`. Local.
 
@@ -391,21 +441,29 @@ def forget_weight(layer: nn.Module, product: WeightProduct) -> None:
         # Nothing of the layer is trained from here on.
         layer.bias.requires_grad_(False)
     layer.__dict__.setdefault("_sample_of_weight", weight.detach().new_empty(0))
-    without_memory = torch.empty_like(weight, device="meta")
-    layer._parameters["weight"] = nn.Parameter(without_memory, requires_grad=False)
+    stand_in = _WeightWithoutMemory(torch.empty_like(weight, device="meta"), requires_grad=False)
+    layer._parameters["weight"] = layer.__dict__["_stand_in"] = stand_in
     layer.weight_product = product  # type: ignore[assignment]
 
 
 def check_no_gradient(layer: nn.Module, x: Tensor) -> None:
-    """Refuse a call in which a gradient would be lost. Local.
+    """Refuse a call in which a gradient or another weight would be lost. Local.
 
     Args:
         layer: Layer whose weight was replaced.
         x: Its input.
 
     Raises:
-        UnsupportedError: Gradients are recorded, and the input or a parameter requires one.
+        UnsupportedError: Gradients are recorded, and the input or a parameter requires one. Or the
+            parameter `weight` is another one by now, as within `torch.func.functional_call` and
+            behind a parametrization.
     """
+    # A graph that is traced has the layer's product in it, and no weight to look at.
+    if not torch.compiler.is_compiling():
+        own = layer.__dict__
+        weight = own["_parameters"].get("weight")
+        if weight is None or weight is not own["_stand_in"]:
+            raise _other_weight()
     if not torch.is_grad_enabled():
         return
     names = [name for name, one in layer.named_parameters() if one.requires_grad]
@@ -436,6 +494,16 @@ def _refuse_save(_layer: nn.Module, prefix: str, _keep_vars: bool) -> None:
 
 def _refuse_load(_layer: nn.Module, _state: Any, prefix: str, *_others: Any) -> None:
     raise _no_state("load_state_dict", prefix)
+
+
+def _other_weight() -> UnsupportedError:
+    return UnsupportedError(
+        "another parameter `weight` for a linear layer",
+        found="a layer whose weight was replaced by its packed or quantised form",
+        why="The layer would go on with the old values.",
+        fix="Resize, tie, set or parametrise weights before they are replaced, or put a new layer "
+        "in the place of this one.",
+    )
 
 
 def _no_state(asked: str, prefix: str) -> UnsupportedError:

@@ -148,12 +148,13 @@ def replace_weights(
         if product is not None:
             _replace(layer, product)
             changed.append(names)
-            without_memory = layer.weight
-            assert isinstance(without_memory, nn.Parameter)
+            stand_in = layer.weight
+            assert isinstance(stand_in, nn.Parameter)
             if key in tied:
-                layer._parameters["weight"] = tied[key]
+                stand_in = tied[key]
             elif key in shared:
-                layer._parameters["weight"] = in_place.setdefault(key, without_memory)
+                stand_in = in_place.setdefault(key, stand_in)
+            layer._parameters["weight"] = layer.__dict__["_stand_in"] = stand_in
     if changed:
         _refuse_resizing(model)
     return tuple(chain.from_iterable(changed))
