@@ -238,7 +238,7 @@ def test_conversations_with_calls_are_rendered_as_transformers_does(hermes):
     expected = [
         {"role": "system", "content": "Be brief."},
         *ASKED,
-        {"role": "assistant", "tool_calls": [{**called, "function": function}]},
+        {"role": "assistant", "content": "", "tool_calls": [{**called, "function": function}]},
         {"role": "tool", "name": "find", "content": "4 C", "tool_call_id": "1"},
         named,
     ]
@@ -258,6 +258,20 @@ def test_conversations_with_calls_are_rendered_as_transformers_does(hermes):
     # As if there were no tools.
     alone = hermes.chat(tools=TOOLS, tool_choice="none", max_completion_tokens=1)
     assert alone.usage.prompt_tokens == len(loaded.chat_ids(ASKED))
+
+
+def test_a_template_that_adds_contents_reads_calls_that_have_none(live):
+    """The loop of OpenAI's client, whose messages with calls have null as their content."""
+    function = {"name": "find", "arguments": "{}"}
+    called = {"id": "1", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": None, "tool_calls": [called]}
+    result = {"role": "tool", "content": "4 C", "tool_call_id": "1"}
+    chat = live("llama3").chat
+    used = [
+        chat(messages=[*ASKED, one, result], tools=TOOLS, max_completion_tokens=1).usage
+        for one in (answer, answer | {"content": ""})
+    ]
+    assert used[0].prompt_tokens == used[1].prompt_tokens
 
 
 def test_variables_of_the_server_are_those_of_requests_without_them(hermes):

@@ -264,6 +264,21 @@ def test_a_parameter_that_one_rank_does_not_use(rank: int, prefetch: int) -> Non
                 torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14, msg=name)
 
 
+@ranks(2)
+def test_a_parameter_that_no_rank_uses_decays_with_its_unit(rank: int) -> None:
+    plain, model = Sometimes(uses=False).double(), Sometimes(uses=False).double()
+    with open_two() as groups:
+        sharded = shard(model, groups)
+        for one, parameters in ((plain, plain.parameters()), (model, sharded.parameters())):
+            optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
+            one.loss(tokens(0, 0, rank)).backward()
+            optimizer.step()
+        whole = sharded.full_state_dict()["blocks.1.extra"]
+    # None without shards, and zeros with them: from-fsdp2.md says so.
+    assert torch.equal(plain.blocks[1].extra, torch.ones_like(whole))
+    torch.testing.assert_close(whole, torch.full_like(whole, 1 - 0.1 * 0.5))
+
+
 class Again(SmallModel):
     """Every block computes twice."""
 

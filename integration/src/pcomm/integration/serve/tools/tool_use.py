@@ -141,7 +141,8 @@ def plain_messages(messages: Sequence[AnyMessage]) -> list[dict[str, object]]:
                     "arguments": _arguments(call.function.arguments, param),
                 }
                 calls.append({"id": call.id, "type": "function", "function": about})
-            plain["tool_calls"] = calls
+            # Clients send null beside calls; templates that add the content to a text need one.
+            plain |= {"tool_calls": calls, "content": text or ""}
         elif text is None:
             message_ = "An answer has content or tool_calls."
             raise ApiError(
