@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from integration_support.step_pools import StepPools
 from pcomm.core.testing import assert_close
-from pcomm.inference import Request, SamplingParams
+from pcomm.inference import Engine, Request, SamplingParams
 from pcomm.integration import recipes
 from pcomm.integration.config.rules import validate
 from pcomm.integration.data.tokenizer import train_tokenizer
@@ -50,6 +51,15 @@ def test_only_the_logits_that_are_asked_for_are_computed():
         # In fp64, in which a matrix product of fewer rows may add in another order.
         assert_close(found, every[wanted], num_terms=64)
     assert rows == [50, 1, 3, 0]
+
+
+def test_graphs_are_recorded_before_the_first_request():
+    """A CPU records none, so it is the call that is looked for."""
+    loaded = Writing().loaded
+    with patch.object(Engine, "record_graphs", autospec=True) as recorded:
+        engine = OPTIONS.engine(loaded, 2**27)
+    recorded.assert_called_once_with(engine)
+    engine.close()
 
 
 class Writing:

@@ -144,11 +144,22 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why(recorder, rea
     assert found == eager
     assert stats.graph_sizes == ()
     assert stats.graph_refusal == reason
+    assert f"graphs: none {reason}\n" in str(stats)
+
+
+LARGEST = [64, 32, 16, 8, 4, 2, 1]
 
 
 @pytest.mark.parametrize(
     ("largest", "sizes"),
-    [(1, [1]), (2, [2, 1]), (3, [3, 2, 1]), (6, [6, 4, 2, 1]), (8, [8, 4, 2, 1])],
+    [
+        (1, [1]),
+        (2, [2, 1]),
+        (3, [3, 2, 1]),
+        (6, [6, 4, 2, 1]),
+        (8, [8, 4, 2, 1]),
+        (65, [65, *LARGEST]),
+    ],
 )
 def test_all_sizes_are_recorded_at_once_from_the_largest(largest, sizes):
     made = []

@@ -4,7 +4,8 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -123,6 +124,31 @@ def test_rows_of_small_weights_by_tiles_have_the_same_bits_in_every_batch(
         assert torch.equal(product(rows[:14], bias), together[:14])
         for row in range(len(rows)):
             assert torch.equal(product(rows[row : row + 1], bias), together[row : row + 1])
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads of torch for the time of a test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+@pytest.mark.instructions
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [64, 576, 1024])
+def test_activations_of_a_row_are_those_that_it_has_alone_on_two_threads(
+    width: int, dtype: torch.dtype
+) -> None:
+    # Torch gives a thread 32,768 elements or more: on both sides of that.
+    for count in (2, 31, 33, 71, 577, 1025):
+        rows = torch.randn(count, width).to(dtype)
+        for activation in (F.silu, partial(F.gelu, approximate="tanh"), torch.sigmoid):
+            alone = torch.cat([activation(row[None].clone()) for row in rows])
+            assert torch.equal(activation(rows), alone), (count, activation)
 
 
 @torch.inference_mode()

@@ -107,12 +107,13 @@ def begin_aborts(process_groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def abort_communicator(process_group: dist.ProcessGroup) -> None:
-    """End what is in flight on one that is ended next, where only an abort does. Local.
+    """Abort a communicator of NCCL, so that ending it waits for no operation. Local.
 
-    It waits a minute at most. A failure is not told: there is an error already.
+    Others are left as they are. It waits a minute at most; a failure of the abort is not told,
+    since the caller has an error already.
 
     Args:
-        process_group: Group that has one communicator, such as torch's default group.
+        process_group: Group that is ended next, such as torch's default group.
     """
     if is_abortable(process_group):
         Abort(process_group).problem(time.monotonic() + _ABORT_S)

@@ -127,7 +127,7 @@ class DecodeGraphs:
         It ends at one that cannot be recorded.
 
         Raises:
-            Exception: As `of` raises it.
+            Exception: The error of `of`.
         """
         num_requests = self._max_requests
         while num_requests and self.of(num_requests) is not None:

@@ -55,7 +55,7 @@ class Engine:
             computed by 256 tokens, its text token by token, also after a preemption, and nothing
             is kept in the prefix cache. The linear layers of the model have to be those of
             `pack_weights(model, batch_invariant=True)`, and its other operations have to compute
-            a row without regard to the others.
+            a row without regard to the others, as torch's do on one thread or two.
         device: Device of the model.
         meter: Bandwidths of memory that its owner has measured, which `stats` compares steps of
             decoding with; None for no comparison. The engine itself measures nothing.
